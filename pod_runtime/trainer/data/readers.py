@@ -1,6 +1,6 @@
 """Read this rank's shards, one after the other, from the cursor on.
 
-InlineReader    a map-style dataset, read in this process
+InlineReader    a dataset or a stream, read in this process
 ThreadReader    an iterator that may block (a loader with workers, a reader of the script's own),
                 read by a thread, so that the loop can look after its peers meanwhile
 """
@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.stream_reading import KeyedStream, StreamFetcher
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
 from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkData
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
+from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import RunInfo
 
 _STOP_PERIOD_S = 0.1
@@ -64,10 +66,17 @@ class ReadFrom:
 class ShardOrder:
     """The shards that this rank computes, in order, and their samples."""
 
-    def __init__(self, run: RunInfo, batches: BatchPlan, shards: range) -> None:
+    def __init__(
+        self, run: RunInfo, batches: BatchPlan, shards: range, drawn: EpochOrder | None = None
+    ) -> None:
+        """
+        Args:
+            drawn: by a sampler, for one epoch, after which this order ends; None: there is none.
+        """
         self.run = run
         self.batches = batches
         self.shards = shards
+        self._drawn = drawn
         self._permutations: dict[int, Ids] = {}
 
     def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardRange]:
@@ -81,9 +90,10 @@ class ShardOrder:
         ]
 
     def from_cursor(self, cursor: Cursor) -> Iterator[ShardRange]:
-        """Yield all shards from the cursor to the end of the training."""
+        """Yield all shards from the cursor to the end of the training, or of a drawn epoch."""
         epoch, step, offset = cursor.epoch, cursor.step, cursor.offset
-        while epoch < self.run.epochs:
+        stop = self.run.epochs if self._drawn is None else self._drawn.record.epoch + 1
+        while epoch < stop:
             while self.batches.steps_left(offset):
                 yield from self.of_batch(epoch, step, offset)
                 offset = self.batches.batch(offset)[1]
@@ -92,6 +102,8 @@ class ShardOrder:
 
     def ids(self, shard_range: ShardRange) -> Ids:
         """Return the sample ids of a shard; of a stream, its positions."""
+        if self._drawn is not None:
+            return self._drawn.ids[shard_range.start : shard_range.stop]
         if self.run.dataset_length is None:
             return np.arange(shard_range.start, shard_range.stop, dtype=np.int64)
         order = self._permutations.get(shard_range.epoch)
@@ -127,12 +139,16 @@ class ShardReader(Protocol):
 
 
 class InlineReader:
-    """Reads a map-style dataset in the loop's own thread."""
+    """Reads a dataset in the loop's own thread."""
 
     def __init__(
         self, source: DataSource, order: ShardOrder, data: FrameworkData, *, is_ahead: bool = False
     ) -> None:
-        self._fetcher = SampleFetcher(source.dataset, data, order.run.seed, is_ahead=is_ahead)
+        self._fetcher: SampleFetcher | StreamFetcher
+        if source.is_stream:
+            self._fetcher = StreamFetcher(source.dataset, data, order.run.seed)
+        else:
+            self._fetcher = SampleFetcher(source.dataset, data, order.run.seed, is_ahead=is_ahead)
         self._order = order
         self._collate = source.collate or data.collate
 
@@ -238,8 +254,9 @@ def loader_items(
             sent.put((shard_range, ids))
             yield [(shard_range.epoch, sample_id) for sample_id in ids.tolist()]
 
+    keyed = KeyedStream if source.is_stream else KeyedDataset
     loader = data.loader(
-        KeyedDataset(source.dataset, data, order.run.seed),
+        keyed(source.dataset, data, order.run.seed),
         batches(),
         collate=CarryingCollate(source.collate or data.collate),
         options={"num_workers": source.num_workers, **source.worker_options},

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pod_runtime.trainer.data.sampling import Sampling
 from pod_runtime.trainer.errors import UsageError
 
 _IN_ORDER = ("SequenceSampler", "SequentialSampler")  # Paddle's and PyTorch's
@@ -23,15 +24,22 @@ _WORKER_OPTIONS = {  # of each framework's loader, besides num_workers
 class DataSource:
     """Data, and how global batches are made of it."""
 
-    dataset: Any | None  # None: a stream, which `reader` reads
+    dataset: Any | None  # None: `reader` reads a stream
     length: int | None  # None: a stream
-    batch_size: int  # global: all samples of an update
+    # Global: all samples of an update; 0: a batch sampler's, which does not say how many.
+    batch_size: int
     shuffle: bool
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None  # None: the framework's default
     num_workers: int
     worker_options: Mapping[str, Any]
     subset: int | None = None  # checksum of the indices of Subset objects; None: there are none
+    sampling: Sampling | None = None  # decides which samples come; None: each once, by `shuffle`
+
+    @property
+    def is_stream(self) -> bool:
+        """The dataset is one that can only be read from its beginning on."""
+        return self.dataset is not None and self.length is None
 
 
 def make_source(
@@ -57,26 +65,35 @@ def make_source(
     """
     taken: dict[str, Any] = {}
     dataset = train_set
+    may_be_stream = name == "train_set" and not has_reader
     if _is_loader(train_set):
         dataset = train_set.dataset
-        _check_map_style(name, dataset, f"the DataLoader's {type(dataset).__name__}")
+        _check_kind(name, dataset, f"the DataLoader's {type(dataset).__name__}", may_be_stream)
         taken = _take_over(name, train_set)
     if dataset is None and not has_reader:
         raise UsageError(f"{name}: pass a dataset or a DataLoader, or reader= for other data")
     if dataset is not None:
-        _check_map_style(name, dataset, type(dataset).__name__)
-    size = batch_size if batch_size is not None else taken.get("batch_size")
-    if size is None:
+        _check_kind(name, dataset, type(dataset).__name__, may_be_stream)
+    is_stream = _is_iterable_dataset(dataset)
+    sampling: Sampling | None = taken.get("sampling")
+    if name == "train_set":
+        what = "a stream" if is_stream else None if sampling is None else sampling.name
+        _check_left_out(what, shuffle=shuffle)
+    makes_batches = sampling is not None and sampling.makes_batches
+    if sampling is not None and makes_batches and name != "shards":
+        _check_left_out(sampling.name, batch_size=batch_size, drop_last=drop_last)
+    size: Any = batch_size if batch_size is not None else taken.get("batch_size")
+    if size is None and not makes_batches:
         raise UsageError(
             "batch_size: missing; pass batch_size=, the size of the global batch over all "
             "trainers, or a DataLoader that has one"
         )
-    if not isinstance(size, int | np.integer) or size < 1:
+    if size is not None and (not isinstance(size, int | np.integer) or size < 1):
         raise UsageError(f"batch_size: expected a whole number of at least 1, got {size!r}")
-    size = int(size) * accumulation_steps
-    length = None if dataset is None else len(dataset)
+    size = int(size or 0) * accumulation_steps
+    length = None if dataset is None or is_stream else len(dataset)
     drop = _first(drop_last, taken.get("drop_last"), False)
-    if length is not None and length < (size if drop else 1):
+    if length is not None and sampling is None and length < (size if drop else 1):
         raise UsageError(
             f"{name}: {length} samples give no batch of {size}"
             + (" with drop_last=True; use a smaller batch_size" if drop else "")
@@ -85,13 +102,21 @@ def make_source(
         dataset=dataset,
         length=length,
         batch_size=size,
-        shuffle=_first(shuffle, taken.get("shuffle"), dataset is not None),
+        shuffle=_first(shuffle, taken.get("shuffle"), length is not None),
         drop_last=drop,
         collate=collate_fn if collate_fn is not None else taken.get("collate"),
         num_workers=_first(num_workers, taken.get("num_workers"), 0),
         worker_options=taken.get("worker_options", {}),
         subset=subset_digest(dataset),
+        sampling=sampling,
     )
+
+
+def _check_left_out(decides: str | None, **given: object) -> None:
+    """Refuse arguments that would say what `decides` says; None: nothing does."""
+    for argument, value in given.items():
+        if decides is not None and value is not None:
+            raise UsageError(f"{argument}: {decides} decides that; leave {argument} out")
 
 
 def subset_digest(dataset: Any) -> int | None:
@@ -131,19 +156,31 @@ def _is_loader(thing: Any) -> bool:
     return hasattr(thing, "dataset") and hasattr(thing, "batch_sampler")
 
 
-def _check_map_style(name: str, dataset: Any, what: str) -> None:
-    # An IterableDataset may have both methods; they raise.
-    is_stream = any(
+def _is_iterable_dataset(dataset: Any) -> bool:
+    return any(
         each.__name__ == "IterableDataset" and _is_frameworks(each)
         for each in type(dataset).__mro__
     )
-    if is_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise UsageError(
-            f"{name}: {what} is a stream, without __getitem__ and __len__: no sample can be found "
-            f"by its index. Pass a map-style dataset; or leave train_set out, "
-            f"and read the stream by reader= with batch_size= and steps_per_epoch=, each sample at "
-            f"least once"
+
+
+def _check_kind(name: str, dataset: Any, what: str, may_be_stream: bool) -> None:
+    is_stream = _is_iterable_dataset(dataset)
+    if is_stream and may_be_stream:
+        return
+    # An IterableDataset may have both methods; they raise.
+    if not is_stream and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return
+    remedy = "Pass a map-style dataset"
+    if name == "train_set":
+        remedy += (
+            "; or the framework's IterableDataset with steps_per_epoch=, which the loop reads; or "
+            "leave train_set out, and read the stream by reader= with batch_size= and "
+            "steps_per_epoch=. Each sample then comes at least once"
         )
+    raise UsageError(
+        f"{name}: {what} is a stream, without __getitem__ and __len__: no sample can be found "
+        f"by its index. {remedy}"
+    )
 
 
 def _take_over(name: str, loader: Any) -> dict[str, Any]:
@@ -163,10 +200,7 @@ def _take_over(name: str, loader: Any) -> dict[str, Any]:
             f"{name}: the DataLoader makes no batches (batch_size=None); pass the dataset itself "
             f"and batch_size="
         )
-    return {
-        "batch_size": sampler.batch_size if _frameworks_own(sampler) else None,
-        "drop_last": bool(getattr(sampler, "drop_last", False)),
-        "shuffle": _is_shuffled(name, sampler, len(loader.dataset)),
+    taken = {
         "collate": loader.collate_fn,
         "num_workers": loader.num_workers,
         "worker_options": {
@@ -175,46 +209,43 @@ def _take_over(name: str, loader: Any) -> dict[str, Any]:
             if hasattr(loader, name)
         },
     }
+    if _is_iterable_dataset(loader.dataset):
+        return taken | {"batch_size": loader.batch_size}
+    shuffle, sampling = _find_order(name, sampler, len(loader.dataset))
+    is_cut = sampling is None or not sampling.makes_batches
+    return taken | {
+        "batch_size": sampler.batch_size if sampling is None or is_cut else sampling.batch_size,
+        "drop_last": is_cut and bool(getattr(sampler, "drop_last", False)),
+        "shuffle": shuffle,
+        "sampling": sampling,
+    }
 
 
-def _is_shuffled(name: str, sampler: Any, length: int) -> bool:
-    """Return whether each sample comes once, in random order, or once, in the dataset's order.
-
-    Raises:
-        UsageError: neither is known.
-    """
+def _find_order(name: str, sampler: Any, length: int) -> tuple[bool, Sampling | None]:
+    """Return whether samples come in random order, each once; or what else decides which come."""
     kind = _frameworks_own(sampler)
-    order = sampler
+    batches_by = sampler
     if kind == "BatchSampler" and _frameworks_own(sampler.sampler) == "DistributedSampler":
         sampler, kind = sampler.sampler, "DistributedBatchSampler"
-    if kind == "DistributedBatchSampler":  # its part of the samples is what the loop decides
-        if len(sampler.dataset) == length:
-            return bool(sampler.shuffle)
-    elif kind == "BatchSampler":
-        order = sampler.sampler
-        kind = _frameworks_own(order)
-        is_whole = kind in (*_IN_ORDER, "RandomSampler") and length == len(order.data_source)
-        if is_whole and kind in _IN_ORDER:
-            return False
-        is_plain = is_whole and not (
-            order.replacement or order.generator is not None or len(order) != length
+    if kind == "DistributedBatchSampler" and len(sampler.dataset) == length:
+        return bool(sampler.shuffle), None  # its part of the samples is what the loop decides
+    if _frameworks_own(batches_by) != "BatchSampler":
+        return False, Sampling(
+            sampler=batches_by, name=type(batches_by).__name__, makes_batches=True, where=name
         )
-        if is_plain:
-            return True
-    raise UsageError(
-        f"{name}: the DataLoader's {_called(order)} decides which samples come, and the loop "
-        f"decides that itself: each once per epoch, in their order or shuffled. Pass the dataset "
-        f"(of some samples: a Subset), or reader= for an order of your own"
+    order = batches_by.sampler
+    kind = _frameworks_own(order)
+    is_whole = kind in (*_IN_ORDER, "RandomSampler") and length == len(order.data_source)
+    if is_whole and kind in _IN_ORDER:
+        return False, None
+    is_plain = is_whole and not (
+        order.replacement or order.generator is not None or len(order) != length
     )
-
-
-def _called(order: Any) -> str:
-    text = type(order).__name__
-    if _frameworks_own(order) == "RandomSampler":
-        text += " (with replacement, num_samples or a generator, or over other data)"
-    elif _frameworks_own(order):
-        text += " (over other data)" if "Distributed" in text or "Sequen" in text else ""
-    return text
+    if is_plain:
+        return True, None
+    return False, Sampling(
+        sampler=order, name=type(order).__name__, makes_batches=False, where=name
+    )
 
 
 def _first(*values: Any) -> Any:

@@ -2,12 +2,14 @@
 
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
 `dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
-dropout depend neither on the number of trainers nor on how often one was replaced.
+dropout depend neither on the number of trainers nor on how often one was replaced. A sampler's and
+a stream's are seeded by (seed, epoch).
 """
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 _OF_SAMPLE = 1  # keeps the two kinds of keys apart
 _OF_SHARD = 2
+_OF_ORDER = 3
+_OF_STREAM = 4
 _PROBE = 20
+
+_States = tuple[Any, Any, Any]  # of Python's, numpy's and the framework's generators
 
 
 class FrameworkStreams(Protocol):
@@ -28,6 +34,10 @@ class FrameworkStreams(Protocol):
     def seed(self, key: int) -> None: ...
 
     def draw(self) -> int: ...
+
+    def rng_state(self) -> Any: ...
+
+    def set_rng_state(self, state: Any) -> None: ...
 
 
 def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int) -> None:
@@ -38,6 +48,46 @@ def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int
 def seed_shard(streams: FrameworkStreams, seed: int, epoch: int, step: int, shard: int) -> None:
     """Give a shard's forward pass its own streams."""
     _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard))
+
+
+def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:
+    """Give what a sampler draws for an epoch its own streams."""
+    _seed(streams, stream_key(_OF_ORDER, seed, epoch))
+
+
+def seed_stream(streams: FrameworkStreams, seed: int, epoch: int, times: int) -> None:
+    """Give a stream that is opened for the `times`-th time in an epoch its own streams."""
+    _seed(streams, stream_key(_OF_STREAM, seed, epoch, times))
+
+
+@contextmanager
+def borrowed_numbers(streams: FrameworkStreams) -> Iterator[None]:
+    """Put all streams back to where they are now."""
+    before = _states(streams)
+    try:
+        yield
+    finally:
+        _put_back(streams, before)
+
+
+class NumbersOfItsOwn:
+    """Within it, streams go on where they were when it was left; outside, nothing is drawn."""
+
+    def __init__(self, streams: FrameworkStreams) -> None:
+        self._streams = streams
+        self._own: _States | None = None  # None: nothing was drawn yet
+        self._others: _States | None = None  # None: not within it
+
+    def __enter__(self) -> None:
+        self._others = _states(self._streams)
+        if self._own is not None:
+            _put_back(self._streams, self._own)
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._others is not None
+        self._own = _states(self._streams)
+        _put_back(self._streams, self._others)
+        self._others = None
 
 
 class SampleFetcher:
@@ -119,3 +169,13 @@ def _seed(streams: FrameworkStreams, key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     streams.seed(key)
+
+
+def _states(streams: FrameworkStreams) -> _States:
+    return random.getstate(), np.random.get_state(), streams.rng_state()
+
+
+def _put_back(streams: FrameworkStreams, states: _States) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    streams.set_rng_state(states[2])

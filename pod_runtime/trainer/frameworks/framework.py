@@ -178,6 +178,15 @@ class FrameworkData(Protocol):
     def draw(self) -> int:
         """Return the next number of the host's generator."""
 
+    def rng_state(self) -> Any:
+        """Return where the framework's generators are."""
+
+    def set_rng_state(self, state: Any) -> None:
+        """Put them back to where `rng_state` found them."""
+
+    def worker_info(self) -> Any | None:
+        """Return what the framework tells a loader's worker about itself; None: it is none."""
+
     def collate(self, samples: list[Any]) -> Any:
         """Make one batch of samples as the framework's loader does by default."""
 

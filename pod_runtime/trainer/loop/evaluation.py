@@ -1,7 +1,7 @@
 """Evaluate on all ranks: each takes every world-size-th batch, and the sums are added up."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from pod_runtime.trainer.data.worker_errors import CarryingCollate, CarryingData
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData, FrameworkGroup
 from pod_runtime.trainer.frameworks.plain_values import to_float
+from pod_runtime.trainer.progress.batches import BatchPlan
+from pod_runtime.trainer.progress.epoch_order import EpochOrder
 
 Fn = Callable[..., Mapping[str, Any]]
 
@@ -20,6 +22,7 @@ def evaluate(
     source: DataSource,
     fn: Fn,
     *,
+    order: EpochOrder | None = None,
     rank: int,
     world_size: int,
     meet: Callable[[], None],
@@ -28,19 +31,27 @@ def evaluate(
 
     Args:
         source: a map-style dataset; workers read ahead where it has some.
+        order: that the source's sampler drew; None: each sample once.
         fn: gets one collated batch, returns sums (numbers or one-element tensors) by name.
         meet: every rank calls it once per round, and may park in it.
 
     Raises:
         UsageError: `fn` does not return the same names for every batch, or ranks differ in data.
     """
-    _check_same_data(framework.group, source, world_size)
+    _check_same_data(framework.group, source, order, world_size)
     length = len(source.dataset)  # type: ignore[arg-type]  # evaluation takes no stream
-    size = source.batch_size
-    batches = length // size if source.drop_last else -(-length // size)
+    plan = BatchPlan(
+        batch_size=source.batch_size or 1,
+        shards=1,
+        dataset_length=length if order is None else len(order.ids),
+        drop_last=source.drop_last,
+        ends=None if order is None else order.ends,
+    )
+    places = list(_places(plan))
+    batches = len(places)
     mine = [
-        range(number * size, min(length, (number + 1) * size))
-        for number in range(rank, batches, world_size)
+        range(start, stop) if order is None else order.ids[start:stop].tolist()
+        for start, stop in places[rank::world_size]
     ]
     sums: dict[str, float] = {}
     read = _read(framework.data, source, mine)
@@ -57,7 +68,14 @@ def evaluate(
     return _sum_over_ranks(framework.group, sums, rank, has_batches=rank < batches)
 
 
-def _read(data: FrameworkData, source: DataSource, batches: list[range]) -> Iterator[Any]:
+def _places(plan: BatchPlan) -> Iterator[tuple[int, int]]:
+    offset = 0
+    while plan.steps_left(offset):
+        start, offset = plan.batch(offset)
+        yield start, offset
+
+
+def _read(data: FrameworkData, source: DataSource, batches: list[Sequence[int]]) -> Iterator[Any]:
     """Yield collated batches, read ahead by workers where the source has some."""
     collate = source.collate or data.collate
     if not source.num_workers or not batches:
@@ -90,21 +108,25 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
         sums[name] += to_float(value)
 
 
-def _check_same_data(group: FrameworkGroup, source: DataSource, world_size: int) -> None:
+def _check_same_data(
+    group: FrameworkGroup, source: DataSource, order: EpochOrder | None, world_size: int
+) -> None:
     """Check that all ranks evaluate the same samples, before they wait for each other per batch.
 
     Raises:
         UsageError: they do not. A rank whose numbers happen to be the mean notices that the others
             are gone.
     """
-    mine = np.array([source.length or 0, source.batch_size, source.subset or 0], np.float64)
+    drawn = 0 if order is None else int(order.record.digest[:10], 16)  # sums of it are exact
+    mine = np.array([source.length or 0, source.batch_size, source.subset or 0, drawn], np.float64)
     everyone = mine.copy()
     group.all_reduce(everyone)
     if (everyone != mine * world_size).any():
         raise UsageError(
             f"evaluate: the trainers have different data (here {source.length} samples in batches "
             f"of {source.batch_size}); random_split draws others in every process, unless the "
-            f"framework's seed is set before it"
+            f"framework's seed is set before it, and so may a sampler that draws by a generator "
+            f"of its own"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 from pod_runtime.channel_wire import Done
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
+from pod_runtime.trainer.data.sampling import SampledOrders
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
 from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
@@ -100,8 +101,9 @@ class Loop:
             model: what is trained, a torch.nn.Module or a paddle.nn.Layer.
             optimizer: of its parameters, of the same framework.
             train_set: a map-style dataset (`len` and an item for each index), or the framework's
-                DataLoader, whose dataset, batch size (as the global one), order, collate_fn and
-                workers are taken over. None: `reader` alone knows the data.
+                DataLoader, whose dataset, batch size (as the global one), order or sampler,
+                collate_fn and workers are taken over; or an IterableDataset, alone or in a
+                DataLoader. None: `reader` alone knows the data.
             epochs: passes over the data, those before a restore included.
             batch_size: samples of the global batch, over all trainers.
             seed: of the data's order and of the random streams; the same on all trainers.
@@ -136,7 +138,7 @@ class Loop:
             reader: reads the data in place of the loop: called as reader(ReadFrom), returns an
                 iterator of (epoch, step, shard, fields...) in order, as `shards` gives them; called
                 again whenever the trainers change.
-            steps_per_epoch: for a reader without a dataset.
+            steps_per_epoch: for a reader without a dataset, a stream, or a sampler without an end.
             snapshot_steps: steps between snapshots in memory; "auto": as many as keep the stall
                 below 1 % of the time.
             all_reduce: "flat" sums all gradients at once after the last shard; "overlapped" sums
@@ -186,9 +188,8 @@ class Loop:
             accumulation_steps=accumulation_steps,
         )
         if self._source.length is None and steps_per_epoch is None:
-            raise UsageError(
-                "steps_per_epoch: a reader without a dataset needs it; it says when an epoch ends"
-            )
+            what = "a stream" if self._source.is_stream else "a reader without a dataset"
+            raise UsageError(f"steps_per_epoch: {what} needs it; it says when an epoch ends")
         self._reader_factory = reader
         self._stop_asked = False
         self._smallest_shard = smallest_shard(_listed(model))
@@ -211,6 +212,7 @@ class Loop:
                 join_on_gpu=env.join_on_gpu,
             ),
         )
+        self._source = self._joiner.source
         self._framework = self._joiner.framework
         self._changes = ScriptChanges(self._framework.state)
         if not self._joiner.overlaps:
@@ -237,7 +239,14 @@ class Loop:
     def _adopt(self, stage: TrainerStage) -> StageSteps:
         self._steps = self._make_steps(stage)
         unowned = self._framework.state.unowned()
-        if unowned and self.rank == 0 and stage.progress.cursor.global_step == 0:
+        is_first = self.rank == 0 and stage.progress.cursor.global_step == 0
+        if is_first and self._source.is_stream:
+            logger.info(
+                "train_set: %s is a stream: every epoch opens it and reads its first %d samples, "
+                "each at least once, which nothing can prove",
+                type(self._source.dataset).__name__, stage.progress.batches.epoch_samples,
+            )  # fmt: skip
+        if unowned and is_first:
             logger.warning(
                 "no optimizer has %s: not trained; freeze what shall stay as it is "
                 "(stop_gradient = True), or give it to the optimizer",
@@ -319,17 +328,22 @@ class Loop:
                     f"the training after this epoch)"
                 )
             with self._surviving():
-                self._end_epoch(self._entered().stage)
+                self._end_epoch(self._entered())
             if self._rehearsal is not None:
                 raise RehearsalOver
         with self._surviving():
             self._finish()
 
-    def _end_epoch(self, stage: TrainerStage) -> None:
+    def _end_epoch(self, steps: StageSteps) -> None:
+        stage = steps.stage
         stop, request = stage.member.end_epoch(self._stop_asked)
         stage.progress.commit_epoch()
         if stop:
             stage.progress.stop()
+        if not stage.progress.is_finished:
+            drawn = self._joiner.next_order(stage.progress.cursor.epoch)
+            if drawn is not None:
+                steps.begin_epoch(drawn)
         stage.state_manager.after_epoch(request)
 
     def stop(self) -> None:
@@ -404,7 +418,7 @@ class Loop:
 
         Args:
             test_set: a map-style dataset, or a DataLoader, whose dataset, batch size, drop_last,
-                collate_fn and workers are taken over.
+                collate_fn, workers, and a sampler that decides which samples come, are taken over.
             fn: gets a batch as the model's framework has it, and returns a dict of sums (not
                 means) over its samples: {"hits": (scores.argmax(1) == labels).sum()}.
             batch_size: samples of a batch, for a dataset.
@@ -423,6 +437,12 @@ class Loop:
             has_reader=False,
             name="evaluate",
         )
+        order = None
+        if source.sampling is not None:  # the same samples in every evaluation
+            order = SampledOrders(
+                source.sampling, self._framework.data, seed=self._settings.seed,
+                length=source.length or 0,
+            ).of(0)  # fmt: skip
         self._entered()
         if self._rehearsal is not None:
             source = self._rehearsal.few(source)
@@ -433,6 +453,7 @@ class Loop:
                         self._framework,
                         source,
                         fn,
+                        order=order,
                         rank=self.rank,
                         world_size=self.world_size,
                         meet=self._meet_between_steps,
@@ -489,6 +510,13 @@ class Loop:
             has_reader=False,
             name="shards",
         )
+        ours, theirs = (None if each.sampling is None else each.sampling.name
+                        for each in (self._source, source))  # fmt: skip
+        if theirs is not None and theirs != ours:
+            raise UsageError(
+                f"shards: the DataLoader's {theirs} decides which samples come, and the training "
+                f"set has {ours or 'no such sampler'}; pass the same to Loop as train_set"
+            )
         subsets = {source.subset, self._source.subset}
         if source.length != self._source.length or (None not in subsets and len(subsets) > 1):
             raise UsageError(
@@ -605,9 +633,9 @@ class Loop:
         shards, why = usual, ""
         if sizes is None:
             pass  # no other number suits these worlds better
-        elif self._reader_factory is not None or source.dataset is None:
-            why = "the most trainers: data that come by reader= are not read for measuring"
-        elif (source.length or 0) < sizes[1]:
+        elif self._reader_factory is not None or source.length is None:
+            why = "the most trainers: streams and what comes by reader= are not read for measuring"
+        elif source.length < sizes[1]:
             why = "the most trainers: there is less data than a batch"
         else:
             before = own_state(self._framework.state, progress.status())

@@ -67,8 +67,8 @@ class Rehearsal:
         return {"promise": "rounding", "shards": shards}
 
     def few(self, source: DataSource) -> DataSource:
-        """Return a small part of a test set."""
-        if source.length is None or source.length <= _EVALUATED:
+        """Return a small part of a test set; a sampler's is evaluated as it is."""
+        if source.length is None or source.length <= _EVALUATED or source.sampling is not None:
             return source
         return replace(source, dataset=_First(source.dataset, _EVALUATED), length=_EVALUATED)
 

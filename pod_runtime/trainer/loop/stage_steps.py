@@ -21,6 +21,7 @@ from pod_runtime.trainer.progress.agreement import ExchangeResult
 from pod_runtime.trainer.progress.batches import Cursor, Ids, rank_shards
 from pod_runtime.trainer.progress.best import BestCheckpoint
 from pod_runtime.trainer.progress.drawn import hash_samples
+from pod_runtime.trainer.progress.epoch_order import EpochOrder
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,8 @@ class StageSteps:
         self.stage = stage
         self.loss = loss
         self.seed = progress.run.seed
-        shards = rank_shards(stage.member.rank, stage.member.world_size, progress.batches.shards)
-        self.order = ShardOrder(progress.run, progress.batches, shards)
-        self.feed = ShardFeed(stage, source, self.order, factory)
+        self._source, self._factory = source, factory
+        self.order, self.feed = self._read_from_cursor()
         self.evaluated_at = -1  # version of the progress at the last evaluation
         self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
         self._warned_of_loss = False  # that it is no number
@@ -53,6 +53,18 @@ class StageSteps:
     def cursor(self) -> Cursor:
         """Where the training stands."""
         return self.stage.progress.cursor
+
+    def _read_from_cursor(self) -> tuple[ShardOrder, ShardFeed]:
+        member, progress = self.stage.member, self.stage.progress
+        shards = rank_shards(member.rank, member.world_size, progress.batches.shards)
+        order = ShardOrder(progress.run, progress.batches, shards, progress.order)
+        return order, ShardFeed(self.stage, self._source, order, self._factory)
+
+    def begin_epoch(self, drawn: EpochOrder) -> None:
+        """Read the epoch at the cursor in this order; readers and workers begin anew."""
+        self.feed.close()
+        self.stage.progress.begin_epoch(drawn)
+        self.order, self.feed = self._read_from_cursor()
 
     def begin(self) -> "TrainingStep":
         """Begin the step at the cursor."""

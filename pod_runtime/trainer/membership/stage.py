@@ -20,9 +20,11 @@ from pod_runtime.trainer.membership.next_group import NextGroupFormer, group_spe
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots, make_segment, nodes_of
 from pod_runtime.trainer.membership.restore import LoadedAhead, Restored, StateRestore
 from pod_runtime.trainer.membership.settings import LoopSettings
+from pod_runtime.trainer.membership.stage_orders import StageOrders
 from pod_runtime.trainer.membership.state_manager import CarriedState, StateManager
 from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
+from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.progress.loop_status import (
     LoopStatus,
@@ -78,8 +80,10 @@ class StageJoiner:
             LinkError: the launcher is gone.
             PeerLost: outside EDL, another rank is gone.
         """
-        self._settings, self._source, self._env = settings, source, env
+        self._settings, self._env = settings, env
         self.framework = make_framework(HEADER_SIZE)
+        self._orders = StageOrders(self.framework, source, settings)
+        self.source = self._orders.with_batch_size(source)
         self._link: LauncherLink | None = None  # None: outside EDL
         self._next_group: NextGroupFormer | None = None  # None: outside EDL
         self._joined_group: Any | None = None  # None: all ranks formed it together
@@ -255,6 +259,10 @@ class StageJoiner:
         logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
         return self._begin(restored, carried.status, writer=old.state_manager.writer)
 
+    def next_order(self, epoch: int) -> EpochOrder | None:
+        """Return the order of the epoch that begins, as `StageOrders.agreed`. All ranks call it."""
+        return self._orders.agreed(epoch, rank=self._rank, world_size=self._plan.world_size)
+
     def close(self) -> None:
         """The training is complete; no stage follows."""
         if self._next_group is not None:
@@ -319,7 +327,7 @@ class StageJoiner:
             store=self._store,
             fresh=fresh_status(
                 run=self._run(),
-                batch_size=self._source.batch_size,
+                batch_size=self.source.batch_size,
                 shards=self.shards,
                 reference_world=plan.world_size,
                 promise=self._settings.promise,
@@ -383,7 +391,7 @@ class StageJoiner:
             )
 
     def _make_terms(self) -> dict[str, Any]:
-        source = self._source
+        source = self.source
         return {
             **self._settings.terms(),
             "dataset_length": source.length,
@@ -391,11 +399,13 @@ class StageJoiner:
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
+            **({} if source.sampling is None else {"sampler": source.sampling.name}),
+            **({"stream": type(source.dataset).__name__} if source.is_stream else {}),
             **self.framework.terms(),
         }
 
     def _run(self) -> RunInfo:
-        source = self._source
+        source = self.source
         return RunInfo(
             seed=self._settings.seed,
             epochs=self._settings.epochs,
@@ -403,6 +413,7 @@ class StageJoiner:
             shuffle=source.shuffle,
             drop_last=source.drop_last,
             subset=source.subset,
+            sampler=None if source.sampling is None else source.sampling.name,
         )
 
     def _continue(self, status: LoopStatus) -> LoopStatus:
@@ -412,7 +423,7 @@ class StageJoiner:
             StateError: the state was made with another seed, other data or other batches.
         """
         run, shards, where = self._run(), self._settings.shards, f"the state of step {status.step}"
-        check_same_run(status, run=run, batch_size=self._source.batch_size, where=where)
+        check_same_run(status, run=run, batch_size=self.source.batch_size, where=where)
         promise = continued_promise(status, self._settings.promise, where)
         if promise != status.promise:
             logger.info("promise: %s was made with %r, goes on with %r",
@@ -424,6 +435,7 @@ class StageJoiner:
                 f"{said}; V is fixed for a run: leave it out, or start afresh with another "
                 f"checkpoint path"
             )
+        self._orders.known(status)
         return replace(status.for_run(run), promise=promise)
 
     @contextmanager
@@ -459,17 +471,22 @@ class StageJoiner:
                 f"the job may have; start the training with shards={plan.max_trainers} or more, "
                 f"or the job with --max so that there are at most {status.shards} trainers"
             )
+        scaling = scaling_for(
+            status,
+            policy,
+            world_size=plan.world_size,
+            warmup_steps=settings.lr_warmup_steps,
+        )
+        self._orders.check_policy(policy, scaling.batch_size, status.batch_size)
         progress = TrainingProgress(
             status,
-            scaling_for(
-                status,
-                policy,
-                world_size=plan.world_size,
-                warmup_steps=settings.lr_warmup_steps,
-            ),
+            scaling,
             stage=restored.stage,
             steps_per_epoch=settings.steps_per_epoch,
             accumulation_steps=settings.accumulation_steps,
+            order=self._orders.of_stage(
+                status, is_fresh=restored.came_from is None, rank=rank, world_size=plan.world_size
+            ),
         )
         # At a fresh start nothing depends on V yet.
         is_open = (

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from pod_runtime.trainer.data.sampling import REMEDY as SAMPLER_REMEDY
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup
+from pod_runtime.trainer.progress.epoch_order import OrderRecord
 
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
@@ -41,6 +43,36 @@ def check_same_terms(
     mine = json.loads(json.dumps(terms))
     first = json.loads(_from_rank(group, 0, json.dumps(mine) if rank == 0 else None))
     differs = "" if first == mine else _describe(mine, first, rank)
+    _refuse_if_any(group, differs, _REMEDY, rank=rank, world_size=world_size)
+
+
+def check_same_order(
+    group: FrameworkGroup, name: str, record: OrderRecord, *, rank: int, world_size: int
+) -> None:
+    """Compare what the sampler `name` drew here for an epoch with what it drew on rank 0.
+
+    All ranks of the group call it.
+
+    Raises:
+        UsageError: a rank differs; as `check_same_terms`.
+        PeerLost: a rank is gone.
+    """
+    if world_size == 1:
+        return
+    first = _from_rank(group, 0, record.digest if rank == 0 else None)
+    differs = ""
+    if first != record.digest:
+        differs = (
+            f"train_set: the DataLoader's {name} drew other samples for epoch {record.epoch} on "
+            f"rank {rank} than on rank 0"
+        )
+    _refuse_if_any(group, differs, SAMPLER_REMEDY, rank=rank, world_size=world_size)
+
+
+def _refuse_if_any(
+    group: FrameworkGroup, differs: str, remedy: str, *, rank: int, world_size: int
+) -> None:
+    """Raise the same UsageError on every rank if `differs` says on any what is wrong there."""
     found = np.zeros(world_size)
     found[rank] = bool(differs)
     group.all_reduce(found)
@@ -49,7 +81,7 @@ def check_same_terms(
         text = _from_rank(group, source, differs if rank == source else None)
         others = int(np.count_nonzero(found)) - 1
         more = f" ({others} more differ from rank 0, too)" if others else ""
-        raise UsageError(f"{text}{more}; {_REMEDY}")
+        raise UsageError(f"{text}{more}; {remedy}")
 
 
 def check_terms_of_state(stored: str, terms: Mapping[str, Any], *, rank: int) -> None:

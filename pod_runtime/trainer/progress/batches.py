@@ -6,7 +6,7 @@ global batches, and a batch is cut into the same shards no matter which rank com
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class BatchPlan:
     drop_last: bool = False
     steps_per_epoch: int | None = None  # only for streams
     is_even: bool = False  # shards differ by one sample at most; else all are full but the last
+    # Where the batches end that a batch sampler has made, (B,); None: all are of `batch_size`.
+    ends: Ids | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -59,16 +61,21 @@ class BatchPlan:
         if self.dataset_length is None:
             assert self.steps_per_epoch is not None
             return self.steps_per_epoch * self.batch_size
-        if self.drop_last:
+        if self.drop_last and self.ends is None:
             return self.dataset_length // self.batch_size * self.batch_size
         return self.dataset_length
 
     def batch(self, offset: int) -> tuple[int, int]:
         """Return [start, stop) of the global batch at `offset`; empty at the epoch's end."""
+        if self.ends is not None:
+            after = self.ends[self._batches_before(offset) :]
+            return offset, int(after[0]) if len(after) else offset
         return offset, max(offset, min(offset + self.batch_size, self._end(offset)))
 
     def steps_left(self, offset: int) -> int:
         """Return how many global batches follow from `offset` to the epoch's end."""
+        if self.ends is not None:
+            return len(self.ends) - self._batches_before(offset)
         return max(0, -(-(self._end(offset) - offset) // self.batch_size))
 
     def shard(self, batch_samples: int, shard: int) -> tuple[int, int]:
@@ -83,6 +90,10 @@ class BatchPlan:
         if self.is_even:
             return min(self.shards, batch_samples)
         return -(-batch_samples // self.micro_batch)
+
+    def _batches_before(self, offset: int) -> int:
+        assert self.ends is not None
+        return int(self.ends.searchsorted(offset, "right"))
 
     def advance(self, cursor: Cursor) -> Cursor:
         """Return the cursor after the batch at `cursor` was committed."""

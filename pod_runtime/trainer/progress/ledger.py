@@ -16,6 +16,8 @@ from typing import Any
 
 from job_server.api.codec import decode, encode
 from pod_runtime.trainer.progress.drawn import add, from_text, to_text
+from pod_runtime.trainer.progress.epoch_order import EpochOrder, OrderRecord
+from pod_runtime.trainer.progress.order_files import OrderFiles
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class StageEntry:
     epoch_samples: int  # that count in an epoch
     restored_drawn: str | None = None  # of all rows of `restored_stage` up to `restored_step`
     promise: str = ""  # in force; "": by an older version, "rounding"
+    restored_offset: int | None = None  # samples of the epoch up to there; None: not known
     rows: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class RunInfo:
     shuffle: bool
     drop_last: bool
     subset: int | None = None  # checksum of which samples of a larger dataset; None: not known
+    sampler: str | None = None  # that draws each epoch's order; None: by seed and `shuffle`
 
 
 class Ledger:
@@ -90,9 +94,17 @@ class Ledger:
         self._drawn: int | None = None  # the open row's
         self._file: LedgerFile | None = None
         self._prefix: str | None = None  # JSON of all but the open row; None: to be made
+        self._joins_epochs = True
 
-    def begin(self, entry: StageEntry, file: "LedgerFile | None" = None) -> None:
-        """Start the rows of a stage; from here on `file` gets them as well."""
+    def begin(
+        self, entry: StageEntry, file: "LedgerFile | None" = None, *, joins_epochs: bool = True
+    ) -> None:
+        """Start the rows of a stage; from here on `file` gets them as well.
+
+        Args:
+            joins_epochs: whole epochs are written as one row; they are all alike.
+        """
+        self._joins_epochs = joins_epochs
         self._entry, self._rows, self._open, self._file = entry, [], None, file
         self._prefix = None
         if file is not None:
@@ -194,6 +206,7 @@ class Ledger:
         before = self._rows[-1] if self._rows else None
         joins = (
             whole
+            and self._joins_epochs
             and before is not None
             and before.first_offset == 0
             and before.last_offset == self._entry.epoch_samples
@@ -255,8 +268,15 @@ class LedgerFile:
         self._waiting: list[_Line] = []  # in order
         self._open: _Line | None = None  # the open row; None: there is none
         self._is_behind = False  # the newest attempt to write has failed
+        self._orders = OrderFiles(run_dir)
 
-    def begin_run(self, run: RunInfo, lineage: tuple[StageEntry, ...], run_id: str = "") -> None:
+    def begin_run(
+        self,
+        run: RunInfo,
+        lineage: tuple[StageEntry, ...],
+        run_id: str = "",
+        orders: tuple[OrderRecord, ...] = (),
+    ) -> None:
         """Write what decides the batches (the newest such line holds), and what the file lacks.
 
         The file may be a new one beside an old checkpoint, or lines of it are damaged, or its last
@@ -265,8 +285,11 @@ class LedgerFile:
         """
         known = self._read(run_id)
         self.add({"kind": "run", **encode(run), "run_id": run_id})
+        for record in orders:
+            if known is None or known.orders.get(record.epoch) != record:
+                self.add_order(record)
         for entry in lineage:
-            there = known.get(entry.stage)
+            there = None if known is None else known.stages.get(entry.stage)
             if there is None:
                 self.add({"kind": "stage", **_entry_json(entry)})
             spans = _spans(() if there is None else there.rows)
@@ -278,6 +301,14 @@ class LedgerFile:
         """Append a line that stays."""
         self._waiting.append(_Line(_padded(line)))
         self.settle()
+
+    def add_order(self, record: OrderRecord) -> None:
+        """Append what a sampler drew for an epoch, in short."""
+        self.add({"kind": "order", **encode(record)})
+
+    def put_order(self, order: EpochOrder) -> None:
+        """Write what a sampler drew for an epoch, into a file of its own."""
+        self._orders.put(order)
 
     def put(self, row: Mapping[str, Any]) -> None:
         """Write the open row: a new line at first, the same line afterwards."""
@@ -297,6 +328,7 @@ class LedgerFile:
 
     def settle(self) -> None:
         """Write what waits, as far as that is possible now."""
+        self._orders.settle()
         if not self._waiting:
             return
         try:
@@ -333,22 +365,22 @@ class LedgerFile:
                 os.close(fd)
             self._fds = None
 
-    def _read(self, run_id: str) -> Mapping[int, StageEntry]:
-        """Return what the file has of a run; nothing if another one was begun in it since."""
+    def _read(self, run_id: str) -> "LedgerContent | None":
+        """Return what the file has of a run; None: nothing, or another one was begun since."""
         try:
             content = read_content(self._path)
         except FileNotFoundError:
-            return {}
+            return None
         except OSError as error:
             logger.error("%s cannot be read: %s", self._path, error.strerror or error)
-            return {}
+            return None
         if content.damaged:
             logger.error(
                 "%d lines of the ledger are damaged, and are passed over: %s",
                 len(content.damaged), "; ".join(content.damaged[:_SHOWN_LINES]),
             )  # fmt: skip
         is_other = content.run_id and run_id and content.run_id != run_id
-        return {} if is_other else content.stages
+        return None if is_other else content
 
     def _open_file(self) -> tuple[int, int]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -397,12 +429,13 @@ def split_row(row: Row, entry: StageEntry) -> Iterator[Row]:
         )
 
 
-def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
-    """Return a row of one epoch up to and with `step`."""
+def start_of_row(row: Row, entry: StageEntry, step: int, offset: int | None = None) -> Row:
+    """Return a row of one epoch up to and with `step`; `offset`: where that ends, if known."""
     if step >= row.last_step:
         return row
-    done = (step - row.first_step + 1) * entry.batch_size
-    return replace(row, last_step=step, last_offset=row.first_offset + done, drawn=None)
+    if offset is None:
+        offset = row.first_offset + (step - row.first_step + 1) * entry.batch_size
+    return replace(row, last_step=step, last_offset=offset, drawn=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +445,7 @@ class LedgerContent:
     run: RunInfo | None  # the newest; None: no line says it
     run_id: str  # its id; "": a version before did not say
     stages: Mapping[int, StageEntry]  # its own, with all rows but those that others contain
+    orders: Mapping[int, OrderRecord]  # what a sampler drew, by epoch
     damaged: tuple[str, ...]  # each line that cannot be read, and why
 
 
@@ -428,6 +462,7 @@ def read_content(path: Path) -> LedgerContent:
     stages: dict[int, StageEntry] = {}
     found: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # rows, and where, by their stage
     rows: dict[int, list[Row]] = {}
+    orders: dict[int, OrderRecord] = {}
     damaged: list[tuple[int, str]] = []
     for number, line in read_lines(path, damaged):
         try:
@@ -438,6 +473,10 @@ def read_content(path: Path) -> LedgerContent:
                     if before not in ("", run_id):
                         stages.clear()
                         found.clear()
+                        orders.clear()
+                case "order":
+                    record = decode(OrderRecord, line)
+                    orders[record.epoch] = record
                 case "stage":
                     entry = decode(StageEntry, line)
                     stages[entry.stage] = entry
@@ -461,7 +500,7 @@ def read_content(path: Path) -> LedgerContent:
         for number, entry in stages.items()
     }
     texts = tuple(f"{path}:{number}: {text}" for number, text in sorted(damaged))
-    return LedgerContent(run=run, run_id=run_id, stages=stages, damaged=texts)
+    return LedgerContent(run=run, run_id=run_id, stages=stages, orders=orders, damaged=texts)
 
 
 def read_lines(

@@ -8,6 +8,7 @@ from job_server.api.wire import WireError, decode, encode
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.progress.batches import Cursor
 from pod_runtime.trainer.progress.best import BestCheckpoint
+from pod_runtime.trainer.progress.epoch_order import OrderRecord
 from pod_runtime.trainer.progress.ledger import RunInfo, StageEntry
 from pod_runtime.trainer.progress.promises import PROMISES
 from pod_runtime.trainer.progress.scaling import Scaling
@@ -25,6 +26,7 @@ class LoopStatus:
     run: RunInfo
     scaling: Scaling
     ledger: tuple[StageEntry, ...] = ()  # the lineage
+    orders: tuple[OrderRecord, ...] = ()  # of a sampler's epochs so far
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
     run_id: str = ""  # kept through all continuations; "": of an older version
@@ -44,6 +46,11 @@ class LoopStatus:
     @property
     def world_size(self) -> int:
         return self.scaling.world_size
+
+    @property
+    def order(self) -> OrderRecord | None:
+        """What the sampler drew for the epoch at the cursor; None: not known, or no sampler."""
+        return next((each for each in self.orders if each.epoch == self.epoch), None)
 
     def for_run(self, run: RunInfo) -> Self:
         """Return the same progress for a script that may ask for another number of epochs.
@@ -102,6 +109,12 @@ def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: 
                 f"{name}: {where} was made with {before!r}, this script says {now!r}; "
                 f"continue with {name}={before!r}, or start afresh with another checkpoint path"
             )
+    if stored.run.sampler != run.sampler:
+        before, now = (each or "no sampler" for each in (stored.run.sampler, run.sampler))
+        raise StateError(
+            f"train_set: {where} was made with {before}, this script has {now}; continue with "
+            f"that, or start afresh with another checkpoint path"
+        )
     subsets = stored.run.subset, run.subset
     if None not in subsets and subsets[0] != subsets[1]:
         raise StateError(

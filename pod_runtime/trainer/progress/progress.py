@@ -6,6 +6,7 @@ from dataclasses import replace
 from job_server.api.wire import encode
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, next_epoch
 from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
+from pod_runtime.trainer.progress.epoch_order import EpochOrder, OrderRecord
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, RunInfo, StageEntry
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.promises import promise_text
@@ -23,8 +24,13 @@ class TrainingProgress:
         stage: int,
         steps_per_epoch: int | None,
         accumulation_steps: int = 1,
+        order: EpochOrder | None = None,
     ) -> None:
-        """Continue from `before` as stage `stage`, at the scaling that holds now."""
+        """Continue from `before` as stage `stage`, at the scaling that holds now.
+
+        Args:
+            order: what the sampler drew for the epoch; None: there is no sampler, or no epoch left.
+        """
         self.stage = stage
         self.cursor = before.cursor
         self.scaling = scaling
@@ -45,6 +51,12 @@ class TrainingProgress:
         self._ledger = Ledger(before.ledger)
         self._stopped = before.stopped
         self.best = before.best  # by metric
+        self._orders = {each.epoch: each for each in before.orders}
+        self._orders_json = ""  # of all of them; "": to be made
+        self._file: LedgerFile | None = None  # None: another rank writes
+        self.order: EpochOrder | None = None  # of the epoch at the cursor; None: no sampler
+        if order is not None:
+            self.begin_epoch(order)
 
     @property
     def run(self) -> RunInfo:
@@ -64,7 +76,7 @@ class TrainingProgress:
 
     @property
     def total_steps(self) -> int:
-        """Global steps of the whole training, as far as the batch size stays."""
+        """Global steps of the whole training, if all epochs are as long as this one."""
         cursor = self.cursor
         epochs_after = max(0, self.run.epochs - cursor.epoch - 1)
         here = self.batches.steps_left(cursor.offset) if cursor.epoch < self.run.epochs else 0
@@ -86,10 +98,14 @@ class TrainingProgress:
             epoch_samples=self.batches.epoch_samples,
             restored_drawn=self._ledger.newest_drawn,
             promise=self._before.promise,
+            restored_offset=self.cursor.offset,
         )
         if file is not None:
-            file.begin_run(self.run, self._ledger.stages, self._before.run_id)
-        self._ledger.begin(entry, file)
+            file.begin_run(self.run, self._ledger.stages, self._before.run_id, self._records)
+            self._file = file
+            if self.order is not None:
+                file.put_order(self.order)
+        self._ledger.begin(entry, file, joins_epochs=self.run.sampler is None)
 
     def commit_step(self, drawn: int | None = None) -> None:
         """The global batch at the cursor counts.
@@ -114,6 +130,25 @@ class TrainingProgress:
         """The epoch at the cursor is over."""
         self.cursor = next_epoch(self.cursor)
         self.version += 1
+
+    def begin_epoch(self, order: EpochOrder) -> None:
+        """Read the epoch at the cursor in the order that a sampler has drawn for it."""
+        self.order = order
+        self.batches = replace(
+            self.batches,
+            dataset_length=len(order.ids),
+            ends=order.ends,
+            is_even=self.batches.is_even or order.ends is not None,  # of whatever size they are
+        )
+        self._orders[order.record.epoch] = order.record
+        self._orders_json = ""
+        if self._file is not None:
+            self._file.add_order(order.record)
+            self._file.put_order(order)
+
+    @property
+    def _records(self) -> tuple[OrderRecord, ...]:
+        return tuple(self._orders.values())
 
     def stop(self) -> None:
         """No further epoch is wanted."""
@@ -152,13 +187,15 @@ class TrainingProgress:
 
     def status(self) -> LoopStatus:
         """Return the status of a state that is taken now."""
-        return replace(self._bare(), ledger=self._ledger.stages)
+        return replace(self._bare(), ledger=self._ledger.stages, orders=self._records)
 
     def status_json(self) -> str:
         """Return `status()` as JSON text; the ledger's closed rows are encoded once."""
         text = json.dumps(encode(self._bare()))
         assert text.endswith("}")
-        return f'{text[:-1]}, "ledger": {self._ledger.to_json()}}}'
+        if not self._orders_json:
+            self._orders_json = json.dumps(encode(self._records))
+        return f'{text[:-1]}, "ledger": {self._ledger.to_json()}, "orders": {self._orders_json}}}'
 
     def _bare(self) -> LoopStatus:
         return replace(
@@ -168,6 +205,7 @@ class TrainingProgress:
             samples_seen=self._samples_seen,
             scaling=self.scaling,
             ledger=(),
+            orders=(),
             finished=self.is_finished,
             stopped=self._stopped,
             best=self.best,

@@ -121,6 +121,13 @@ ONLY_TORCH: dict[str, tuple[dict[str, str], str, bool]] = {
         "Expected more than 1 value per channel.*\n    in a short batch of 11",
         True,
     ),
+    "batch sampler": (
+        {"data, epochs=9, batch_size=15": "torch.utils.data.DataLoader(data, batch_sampler="
+         "[range(k, k + 15) for k in range(0, 60, 15)] + [[7, 8, 9]]), epochs=9",
+         "AFTER": "print('trained', step.samples)"},
+        r"\ntrained 3\n",  # the last batch, as the sampler made it
+        False,
+    ),
     "unowned": (
         {"LAYERS": "layers = [nn.Linear(8, 8)]", "optimizer = ": "optimizer = torch.optim.SGD("
          "[*model[0].parameters(), *model[2].parameters()], 0.1)  # "},

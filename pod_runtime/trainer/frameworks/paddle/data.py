@@ -18,6 +18,20 @@ class PaddleData:
     def draw(self) -> int:
         return int(core.default_cpu_generator().random())
 
+    def rng_state(self) -> Any:
+        on_gpu = paddle.get_device().startswith("gpu")
+        gpus = paddle.get_cuda_rng_state() if on_gpu else []
+        return core.default_cpu_generator().get_state(), gpus
+
+    def set_rng_state(self, state: Any) -> None:
+        host, gpus = state
+        core.default_cpu_generator().set_state(host)
+        if gpus:
+            paddle.set_cuda_rng_state(gpus)
+
+    def worker_info(self) -> Any | None:
+        return paddle.io.get_worker_info()
+
     def collate(self, samples: list[Any]) -> Any:
         return default_collate_fn(samples)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 
 class TorchData:
@@ -25,6 +25,20 @@ class TorchData:
 
     def draw(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_())
+
+    def rng_state(self) -> Any:
+        # Not of a process that a loader has forked: CUDA cannot be asked there.
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return torch.get_rng_state(), cuda
+
+    def set_rng_state(self, state: Any) -> None:
+        host, cuda = state
+        torch.set_rng_state(host)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    def worker_info(self) -> Any | None:
+        return get_worker_info()
 
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)

@@ -19,20 +19,8 @@ from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher, seed_s
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.progress.ledger import RunInfo
+from tests.pod_runtime.trainer.data.streams import Streams
 from tests.support import wait_until
-
-
-class Streams:
-    """A framework's generator that is Python's."""
-
-    def __init__(self) -> None:
-        self.random = random.Random()
-
-    def seed(self, key: int) -> None:
-        self.random.seed(key)
-
-    def draw(self) -> int:
-        return self.random.getrandbits(32)
 
 
 class Drawing:

@@ -1,4 +1,4 @@
-"""What a script may pass as data: plain loaders are taken over, everything else is refused."""
+"""What a script may pass as data: loaders and samplers are taken over, the rest is refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -111,45 +111,68 @@ def test_samplers_by_which_each_sample_comes_once_are_known(batch_sampler, shuff
 WEIGHTS = WeightedRandomSampler([0.1] * 99 + [9.0], 100)
 
 
+class ByRank(DistributedBatchSampler):
+    """A data parallel sampler with an order of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from [[self.local_rank, self.epoch]]
+
+
+def random_of(**more: Any) -> BatchSampler:
+    return BatchSampler(sampler=RandomSampler(Numbers(), **more), batch_size=4)
+
+
 @pytest.mark.parametrize(
-    ("batch_sampler", "name"),
+    ("batch_sampler", "name", "size"),
     [
-        (BatchSampler(sampler=WEIGHTS, batch_size=32), "WeightedRandomSampler"),
-        (BatchSampler(sampler=Backwards(), batch_size=32), "Backwards"),
-        (BatchSampler(sampler=list(range(50)), batch_size=32), "list"),
-        (Buckets(Numbers(), batch_size=3, shuffle=True), "Buckets"),
-        (
-            BatchSampler(
-                sampler=RandomSampler(Numbers(), replacement=True, num_samples=100), batch_size=4
-            ),
-            r"RandomSampler \(with replacement",
-        ),
-        (
-            BatchSampler(sampler=RandomSampler(Numbers(), num_samples=50), batch_size=4),
-            r"RandomSampler \(with replacement, num_samples",
-        ),
-        (
-            BatchSampler(
-                sampler=RandomSampler(Numbers(), generator=iter(range(100))), batch_size=4
-            ),
-            r"RandomSampler .*a generator",
-        ),
-        (
-            BatchSampler(sampler=SequenceSampler(Numbers(50)), batch_size=4),
-            r"SequenceSampler \(over other data\)",
-        ),
-        (
-            DistributedBatchSampler(Numbers(50), batch_size=4),
-            r"DistributedBatchSampler \(over other data\)",
-        ),
+        (BatchSampler(sampler=WEIGHTS, batch_size=32), "WeightedRandomSampler", 32),
+        (BatchSampler(sampler=Backwards(), batch_size=32), "Backwards", 32),
+        (BatchSampler(sampler=list(range(50)), batch_size=32), "list", 32),
+        (Buckets(Numbers(), batch_size=3, shuffle=True), "Buckets", 3),
+        (random_of(replacement=True, num_samples=100), "RandomSampler", 4),
+        (random_of(num_samples=50), "RandomSampler", 4),
+        (random_of(generator=iter(range(100))), "RandomSampler", 4),
+        (BatchSampler(sampler=SequenceSampler(Numbers(50)), batch_size=4), "SequenceSampler", 4),
+        (DistributedBatchSampler(Numbers(50), batch_size=4), "DistributedBatchSampler", 4),
+        (ByRank(Numbers(), 16, num_replicas=1, rank=0), "ByRank", 16),
+        ([[1, 2], [3]], "list", 0),
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"shuffle": True, "batch_size": 8}, {"name": "evaluate"}])
-def test_a_sampler_of_ones_own_is_refused_by_name(batch_sampler, name, more):
-    where = more.get("name", "train_set")
-    text = f"{where}: the DataLoader's {name}.*decides which samples come.*reader="
+@pytest.mark.parametrize("where", ["train_set", "evaluate"])
+def test_a_sampler_that_decides_which_samples_come_is_kept(batch_sampler, name, size, where):
+    found = source_of(DataLoader(Numbers(), batch_sampler=batch_sampler), name=where)
+    assert found.sampling is not None
+    assert (found.sampling.name, found.batch_size, found.shuffle) == (name, size, False)
+    makes_batches = name in ("Buckets", "ByRank", "DistributedBatchSampler") or size == 0
+    assert found.sampling.makes_batches == makes_batches
+    if where == "train_set":
+        with pytest.raises(UsageError, match=f"^shuffle: {name} decides that; leave shuffle out"):
+            source_of(DataLoader(Numbers(), batch_sampler=batch_sampler), shuffle=True)
+    for more in ({"batch_size": 8}, {"drop_last": False}):
+        loader = DataLoader(Numbers(), batch_sampler=batch_sampler)
+        if not makes_batches:
+            source_of(loader, name=where, **more)
+            continue
+        with pytest.raises(UsageError, match=f"{name} decides that; leave {next(iter(more))} out"):
+            source_of(loader, name=where, **more)
+
+
+def test_a_data_parallel_sampler_with_an_order_of_its_own_is_refused_as_it_cuts_by_rank():
+    sampler = ByRank(Numbers(), 16, num_replicas=4, rank=2)
+    text = "train_set: the DataLoader's ByRank cuts the epoch into 4 parts.*with num_replicas=1, l"
     with pytest.raises(UsageError, match=text):
-        source_of(DataLoader(Numbers(), batch_sampler=batch_sampler), **more)
+        source_of(DataLoader(Numbers(), batch_sampler=sampler))
+
+
+@pytest.mark.parametrize("stream", [Stream(), ChainDataset([Stream()])])
+def test_a_stream_of_the_framework_is_read_by_the_loop(stream):
+    for train_set in (stream, DataLoader(stream, batch_size=4, num_workers=2)):
+        found = source_of(train_set, batch_size=4)
+        assert (found.is_stream, found.length, found.shuffle) == (True, None, False)
+        assert found.batch_size == 4
+        with pytest.raises(UsageError, match=r"^shuffle: a stream decides that"):
+            source_of(train_set, batch_size=4, shuffle=True)
+    assert source_of(DataLoader(stream, batch_size=6)).batch_size == 6
 
 
 @pytest.mark.parametrize(
@@ -157,10 +180,9 @@ def test_a_sampler_of_ones_own_is_refused_by_name(batch_sampler, name, more):
     [
         (None, {}, "train_set: pass a dataset or a DataLoader, or reader="),
         (iter([1]), {"batch_size": 2}, "list_iterator is a stream.*reader= with batch_size="),
-        (Stream(), {}, "train_set: Stream is a stream.*at least once"),
+        (Stream(), {}, "batch_size: missing"),
         (Stream(), {"batch_size": 4, "has_reader": True}, "leave train_set out"),
-        (ChainDataset([Stream()]), {"batch_size": 4}, "train_set: ChainDataset is a stream"),
-        (DataLoader(Stream(), batch_size=4), {}, "the DataLoader's Stream is a stream"),
+        (DataLoader(Stream(), batch_size=None), {}, r"makes no batches \(batch_size=None\)"),
         (DataLoader(Stream(), batch_size=4), {"name": "evaluate"}, "^evaluate: the DataLoader's"),
         (DataLoader(Numbers(), batch_size=None), {}, r"makes no batches \(batch_size=None\)"),
         (Mixing(Numbers(), batch_size=4), {}, "what Mixing yields is not what the framework's own"),

@@ -543,7 +543,7 @@ def test_trainers_with_different_test_sets_are_told_before_they_wait_for_each_ot
     loop, _model = make()
 
     def with_a_peer(values: Any) -> None:
-        values += [19, 6, 0]  # of whom 19 samples are known
+        values += [19, 6, 0, 0]  # of whom 19 samples are known
 
     monkeypatch.setattr(this_stage().framework.group, "all_reduce", with_a_peer)
     monkeypatch.setattr(type(loop), "world_size", 2)

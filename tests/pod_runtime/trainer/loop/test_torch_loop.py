@@ -20,6 +20,7 @@ from torch.utils.data import (  # noqa: E402
     RandomSampler,
     StackDataset,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -57,37 +58,42 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("loader", "text"),
+    ("more", "name"),
     [
-        (
-            lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 20, 20), batch_size=4),
-            "WeightedRandomSampler decides which samples come",
-        ),
-        (
-            lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True), batch_size=4),
-            "RandomSampler .with replacement",
-        ),
-        (
-            lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=7), batch_size=4),
-            "RandomSampler .with replacement, num_samples",
-        ),
-        (
-            lambda: DataLoader(
-                DATA, shuffle=True, generator=torch.Generator().manual_seed(1), batch_size=4
-            ),
-            "or a generator",
-        ),
-        (
-            lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(5), 2, drop_last=False)),
-            "range decides which samples come",
-        ),
-        (lambda: DataLoader(DATA, batch_size=None), "makes no batches"),
-        (lambda: DataLoader(Stream(), batch_size=2), "Stream is a stream"),
+        ({"sampler": WeightedRandomSampler([1.0] * 20, 20), "batch_size": 4}, "WeightedRandomSa"),
+        ({"sampler": RandomSampler(DATA, replacement=True), "batch_size": 4}, "RandomSampler"),
+        ({"sampler": RandomSampler(DATA, num_samples=7), "batch_size": 4}, "RandomSampler"),
+        ({"shuffle": True, "generator": torch.Generator(), "batch_size": 4}, "RandomSampler"),
+        ({"sampler": SubsetRandomSampler([1, 2, 5]), "batch_size": 4}, "SubsetRandomSampler"),
+        ({"batch_sampler": BatchSampler(range(5), 4, drop_last=False)}, "range"),
+        ({"batch_sampler": [[1, 2], [3]]}, "list"),
     ],
 )
-def test_a_loader_that_does_more_is_refused_by_name(loader, text):
-    with pytest.raises(UsageError, match=text):
-        source(loader())
+def test_a_sampler_that_decides_which_samples_come_is_kept(more, name):
+    found = source(DataLoader(DATA, **more))
+    assert found.sampling is not None
+    assert found.sampling.name.startswith(name)
+    assert (found.sampling.makes_batches, found.batch_size) == (
+        (True, 0) if name == "list" else (False, 4)
+    )
+
+
+def test_a_distributed_sampler_with_an_order_of_its_own_is_refused_as_it_cuts_by_rank():
+    class Mine(DistributedSampler):
+        def __iter__(self) -> Any:
+            return iter(range(self.rank, 20, self.num_replicas))
+
+    def loader(replicas: int) -> Any:
+        return DataLoader(DATA, batch_size=4, sampler=Mine(DATA, num_replicas=replicas, rank=0))
+
+    with pytest.raises(UsageError, match="the DataLoader's Mine cuts the epoch into 3 parts"):
+        source(loader(3))
+    assert source(loader(1)).sampling is not None
+
+
+def test_a_loader_that_makes_no_batches_is_refused():
+    with pytest.raises(UsageError, match="makes no batches"):
+        source(DataLoader(DATA, batch_size=None))
 
 
 def test_subsets_are_known_by_their_samples():

@@ -1,6 +1,6 @@
 """What ranks were told is compared before they train; over a group of threads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -12,7 +12,13 @@ import pytest
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.state import terms_of
 from pod_runtime.trainer.membership.settings import LoopSettings
-from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
+from pod_runtime.trainer.membership.terms import (
+    check_same_order,
+    check_same_terms,
+    check_terms_of_state,
+    to_text,
+)
+from pod_runtime.trainer.progress.epoch_order import EpochOrder, make_order
 
 
 class Group:
@@ -44,19 +50,35 @@ class Group:
         return given
 
 
-def said(terms: Sequence[Mapping[str, Any]]) -> list[str]:
+def said(terms: Sequence[Any], check: Callable[..., None] = check_same_terms) -> list[str]:
     """Return what each rank raises; "" if nothing."""
     group = Group(len(terms))
 
     def of_rank(rank: int) -> str:
         try:
-            check_same_terms(group.of_rank(rank), terms[rank], rank=rank, world_size=len(terms))
+            check(group.of_rank(rank), terms[rank], rank=rank, world_size=len(terms))
         except UsageError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(len(terms)) as pool:
         return list(pool.map(of_rank, range(len(terms))))
+
+
+def drawn(*ids: int) -> EpochOrder:
+    return make_order(5, np.array(ids, np.int64), None)
+
+
+def test_ranks_whose_samplers_drew_others_are_told_which_and_what_to_do():
+    def check(group: Any, order: EpochOrder, **where: int) -> None:
+        check_same_order(group, "Buckets", order.record, **where)
+
+    assert said([drawn(1, 2, 3)] * 3, check) == [""] * 3
+    first, second, third = said([drawn(1, 2, 3), drawn(1, 2, 3), drawn(1, 3, 2)], check)
+    assert first == second == third
+    text = "train_set: the DataLoader's Buckets drew other samples for epoch 5 on rank 2 than on r"
+    assert first.startswith(text)
+    assert "set_epoch(epoch)" in first
 
 
 def settings(**changed: Any) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--child", choices=["elastic", "parallel"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.epochs < 3:
+        parser.error(f"argument --epochs: the first two are left out: give 3, not {args.epochs}")
     if args.child:
         sys.path.insert(0, str(EXAMPLES[args.framework]))
         train = train_elastic if args.child == "elastic" else train_parallel

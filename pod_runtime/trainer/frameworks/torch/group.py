@@ -18,8 +18,11 @@ from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
 
 _formed: GroupSpec | None = None  # None: this process has formed none
 
-# A rank that is silent for so long is lost; in a cluster the job server notices far sooner.
-_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT = timedelta(minutes=30)  # until all have met, and for a collective of NCCL
+
+# So long a rank may keep the others waiting on the CPU. One that was stopped, or that only its
+# peers cannot reach, is noticed by this alone: its launcher lives, and the job server hears that.
+SILENT = timedelta(minutes=2)
 
 
 class TorchGroup:
@@ -36,9 +39,10 @@ class TorchGroup:
         _form(spec, self._device)
 
     def form_subgroups(self, parts: Sequence[Subgroup]) -> None:
+        timeout = _patience(self._device)
         try:
             for part in parts:
-                self._subgroups.append(dist.new_group(list(part.ranks)))
+                self._subgroups.append(dist.new_group(list(part.ranks), timeout=timeout))
         except RuntimeError as error:
             raise PeerLost(f"a group for a loss was not formed: {error}") from error
 
@@ -104,13 +108,17 @@ def _form(spec: GroupSpec, device: Any) -> None:
             port = int(spec.master.rpartition(":")[2])
             store = dist.TCPStore(host, port, spec.world_size, spec.rank == 0, timeout=_TIMEOUT)
             ours = {"store": store, "rank": spec.rank, "world_size": spec.world_size}
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl", timeout=_TIMEOUT, **ours
-        )
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, timeout=_patience(device), **ours)
     except RuntimeError as error:
         raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
     _formed = spec
     atexit.register(_leave)
+
+
+def _patience(device: Any) -> timedelta:
+    """Return how long a collective waits for the slowest rank."""
+    return SILENT if device.type == "cpu" else _TIMEOUT
 
 
 def _leave() -> None:

@@ -272,11 +272,15 @@ def release_superseded(work: Work) -> None:
 
 
 def record_snapshot(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
-    """Record which state a pod's shim holds. None, or one older than is known, says nothing."""
+    """Record which state a pod's shim holds. None, or one older than is known, says nothing.
+
+    It may be of a later stage than the job had when the database was copied that the server has.
+    """
     job = work.job
-    active = job.active
-    if snapshot is None or active is None or snapshot.stage > active.stage:
+    if snapshot is None or job.active is None:
         return
+    if snapshot.stage >= job.next_stage:
+        work.set(next_stage=snapshot.stage + 1)
     known = job.progress.snapshots.get(pod_id)
     if known is None or age(snapshot) > age(known):
         work.progress(snapshots={**job.progress.snapshots, pod_id: snapshot})

@@ -244,6 +244,13 @@ class World:
             sim.registered = False
         self.send(ServerRestarted())
 
+    def restore(self, copy: Job) -> None:
+        """Give the server, which is away, an older copy of its database."""
+        assert not self.up
+        self.stored = copy
+        self.committed = {record.stage: at for record in copy.records if (at := record.committed_at)}
+        self.pod_ids, self.max_stage = {pod.pod_id for pod in copy.pods}, copy.next_stage - 1
+
     def check_json(self) -> None:
         job = self.job
         status = views.job_status(job, self.now, 0)

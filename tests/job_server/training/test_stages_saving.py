@@ -572,3 +572,24 @@ def test_clients_of_the_version_before_are_not_waited_for(asked, state):
     made.rounds(12)
     assert made.job.state is state, made.reasons
     assert "of a version that writes no states" in "".join(made.reasons)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_server_with_an_older_copy_of_its_database_goes_on_from_what_the_pods_hold(overlap):
+    made = trains(world(overlap=overlap))
+    made.has_path = False
+    copy = made.stored
+    for pods in (3, 2):
+        made.resize(pods)
+        made.rounds(40)
+    assert made.job.active is not None
+    assert made.job.active.stage == 3
+    step = made.job.progress.step
+    made.stop_server()
+    made.restore(copy)
+    made.start_server()
+    made.run_until(JobState.RECOVERING)
+    made.run_until(JobState.RUNNING)
+    assert made.active.stage == 4
+    assert made.active.base_step is not None
+    assert made.active.base_step > step - 3  # the newest snapshot

@@ -228,8 +228,11 @@ class Agent:
     def _report(self, fresh: bool) -> NodeReport:
         table = None
         if fresh:
-            table = processes.read_all()
-            self._usage = self._inventory.usage(self._held_slots())
+            try:
+                table = processes.read_all()
+                self._usage = self._inventory.usage(self._held_slots())
+            except OSError as error:  # no descriptor, no memory: a report says more than figures
+                logger.warning("what the pods use is not known: %s", error)
         usage = self._usage
         if self._end not in (None, EndMode.KEEP):  # so that the server places nothing here any more
             usage = tuple(replace(each, stranger="its client, which is ending") for each in usage)

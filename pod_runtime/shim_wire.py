@@ -164,7 +164,10 @@ def connect(folder: Path, timeout_s: float = 5.0) -> LineSocket:
     Raises:
         ShimError: there is none, or it does not answer.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ShimError(f"{folder}: no shim can be asked: {error}") from error
     connection.settimeout(timeout_s)
     try:
         folder_fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)

@@ -37,6 +37,7 @@ from pod_runtime.shim_wire import PodExit, ShimError
 logger = logging.getLogger(__name__)
 
 SHIM_DIED = "shim died"
+AGAIN_S = 1.0  # between two tries to find what a pod has left
 ANSWER_S = 2.0  # a shim that takes longer to answer is stopped, or the machine is overloaded
 
 
@@ -417,11 +418,17 @@ class PodSupervisor:
     def _clean(self, *, except_pid: int | None) -> int:
         """SIGKILL the processes with this pod's mark, except one; return how many they were."""
         folder = str(self.folder)
-        killed = processes.kill_marked(
-            env.RUN_MARKER,
-            self._context.marker,
-            lambda pid, environ: pid == except_pid or environ.get("EDL_POD_DIR") != folder,
-        )
+        while True:
+            try:
+                killed = processes.kill_marked(
+                    env.RUN_MARKER,
+                    self._context.marker,
+                    lambda pid, environ: pid == except_pid or environ.get("EDL_POD_DIR") != folder,
+                )
+                break
+            except OSError as error:  # no descriptor, no memory: its end is told once that is done
+                logger.warning("pod %s: what is left cannot be found: %s", self.spec.pod_id, error)
+                time.sleep(AGAIN_S)
         if killed:
             logger.warning("pod %s: killed what was left: pids %s", self.spec.pod_id, killed)
         # The processes may have been killed together with the shim, and need a moment to die.

@@ -28,6 +28,7 @@ class PodScript:
         self.error = ""  # why the script could not be started
         self.deadline: float | None = None  # for SIGKILL, monotonic; None: it is not being stopped
         self.why = ""  # it is stopped
+        self._terminated = False  # SIGTERM has been sent
         self.killed = False  # SIGKILL has been sent
         self.kill_asked = False
         self.gone = False  # no process of the pod is left
@@ -69,8 +70,11 @@ class PodScript:
             self.deadline = min(self.deadline, deadline)
         elif not self.gone:
             self.deadline, self.why = deadline, why
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)  # a stopped process cannot act on its SIGTERM
+            self._terminate()
+
+    def _terminate(self) -> None:
+        self._terminated = self._signal(signal.SIGTERM) is not None
+        self._signal(signal.SIGCONT)  # a stopped process cannot act on its SIGTERM
 
     def kill(self, why: str) -> None:
         if not self.gone:
@@ -82,15 +86,25 @@ class PodScript:
         if self.gone or self.deadline is None:
             return None
         left = self.deadline - time.monotonic()
+        if left > 0 and not self._terminated:
+            self._terminate()
         if left > 0:
-            return left
+            return left if self._terminated else min(left, KILL_AGAIN_S)
         self.killed = self._signal(signal.SIGKILL) or self.killed
         return KILL_AGAIN_S
 
-    def _signal(self, number: int) -> bool:
-        """Signal the pod's process groups, not single processes: a fork cannot slip through."""
+    def _signal(self, number: int) -> bool | None:
+        """Signal the pod's process groups, not single processes: a fork cannot slip through.
+
+        Returns:
+            Whether there was any process. None: the machine has no descriptor or memory left to
+            tell; try again.
+        """
         own_group = os.getpgid(0)
-        found = processes.descendants(os.getpid())
+        try:
+            found = processes.descendants(os.getpid())
+        except OSError:
+            return None
         for group in {process.pgid for process in found} - {own_group, 0}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)

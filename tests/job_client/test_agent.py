@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -167,6 +168,22 @@ def test_a_pod_whose_folder_was_deleted_is_told_to_end_and_still_shows_what_it_h
     server.want()
     wait_until(lambda: marked(tmp_path) == [])
     assert (folder / "released").exists()
+
+
+def test_a_pod_that_ends_while_no_descriptor_is_free_is_reported_as_ended_later(
+    start_client, server, tmp_path
+):
+    start_client(f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; exit 7")
+    server.want_until(PodPhase.RUNNING, pod())
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, high))
+    try:
+        os.mkdir(tmp_path / "go")
+        told = len(server.reports)
+        wait_until(lambda: len(server.reports) > told + 10, what="the client still reports")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+    assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 7
 
 
 def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(

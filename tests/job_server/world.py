@@ -248,7 +248,8 @@ class World:
         """Give the server, which is away, an older copy of its database."""
         assert not self.up
         self.stored = copy
-        self.committed = {record.stage: at for record in copy.records if (at := record.committed_at)}
+        committed = {record.stage: record.committed_at for record in copy.records}
+        self.committed = {stage: at for stage, at in committed.items() if at is not None}
         self.pod_ids, self.max_stage = {pod.pod_id for pod in copy.pods}, copy.next_stage - 1
 
     def check_json(self) -> None:

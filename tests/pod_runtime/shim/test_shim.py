@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pod_runtime import processes, shim_wire
@@ -201,6 +203,25 @@ def test_what_a_script_leaves_behind_is_ended_before_its_exit_is_told(start_shim
     assert is_gone(pid_in(tmp_path / "stubborn"))
     assert end.code == 7
     assert end.reason.startswith("the script ended and left processes behind: exited with code 7")
+
+
+def test_a_shim_without_a_free_descriptor_keeps_what_it_holds_and_ends_its_pod_later(
+    start_shim, tmp_path
+):
+    text = f"cd {tmp_path}; until [ -e go ]; do sleep 0.1; done; setsid sleep 99 & echo $! > child"
+    folder = start_shim("bash", "-c", text)
+    put(folder, 3, b"state")
+    shim = psutil.Process(shim_pid(folder))
+    low, high = resource.prlimit(shim.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(shim.pid, resource.RLIMIT_NOFILE, (3, high))
+    (tmp_path / "go").touch()
+    child = pid_in(tmp_path / "child")
+    before = shim.num_ctx_switches().voluntary
+    wait_until(lambda: shim.num_ctx_switches().voluntary > before + 5, what="it tries")
+    resource.prlimit(shim.pid, resource.RLIMIT_NOFILE, (low, high))
+    ended(folder)
+    assert is_gone(child)
+    assert get(folder) == [(3, b"state")]
 
 
 def test_kill_does_not_wait_for_any_grace(start_shim, tmp_path):

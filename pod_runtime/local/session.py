@@ -18,7 +18,7 @@ from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token
 from job_server.api.errors import JobServerError, Rejected, Retryable
 from job_server.api.text import saving_text
-from job_server.api.wire import JobSpec, JobState, JobStatus
+from job_server.api.wire import TRAIN_LOSS, JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local.output import TrainerOutput
@@ -244,7 +244,9 @@ class LocalSession:
         state, stages = status.state.value, len(status.stages)
         reason = status.reason.removeprefix(f"{state}: ")
         failed = status.state is JobState.FAILED
-        step = f"step {status.step}, " if status.step or failed else ""  # none without the loop
+        loss = status.metrics.get(TRAIN_LOSS)
+        shown = "" if loss is None else f" ({TRAIN_LOSS} {loss:.4g})"
+        step = f"step {status.step}{shown}, " if status.step or failed else ""  # none without loop
         show(
             f"{state} after {step}{stages} stage{'s' if stages > 1 else ''} and "
             f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"

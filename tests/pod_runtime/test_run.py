@@ -92,7 +92,7 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     console = job.console()
     assert '[rank 0] it\'s "me" $1\n' in console
     assert '[rank 1] it\'s "me" $1\n' in console
-    assert "edl: SUCCEEDED after step 40" in console
+    assert "edl: SUCCEEDED after step 40 (train_loss 0.5), " in console
     assert not job.left()
     folder = (tmp_path / "edl_run" / "latest").resolve()
     assert {"trainer_0.stage_1.log", "trainer_1.stage_1.log"} <= {

@@ -105,7 +105,9 @@ while step < args.steps:
     step += 1
     if args.fail == step:
         raise ValueError(f"the loss is sad at step {step}")
-    say("step", step=step, epoch=0, total_steps=args.steps, step_s=0.01, metrics={"loss": 0.5})
+    say(
+        "step", step=step, epoch=0, total_steps=args.steps, step_s=0.01, metrics={"train_loss": 0.5}
+    )
     if segment >= 0:
         stamp = Stamp(stage=stage, step=step)
         header = SlotHeader(stamp=stamp, meta_bytes=0, data_bytes=0, digest="d")

@@ -105,6 +105,10 @@ class StageSteps:
         progress = self.stage.progress
         if self.stage.member.keep_best(best):
             progress.note_best(best)
+            if self.stage.member.rank == 0:
+                logger.info(
+                    "best %s so far: %.6g, kept in %s", best.metric, best.value, best.folder
+                )
             self.log({f"best_{best.metric}": best.value})
             self.report(at_once=True)
 

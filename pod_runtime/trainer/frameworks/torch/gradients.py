@@ -40,12 +40,17 @@ class _Flat:
 
     def gather(self, tensors: Sequence[Any | None]) -> None:
         """Copy each tensor to its place; None leaves zeros."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
+        there = [tensor for tensor in tensors if tensor is not None]
+        views = self.views
+        if len(there) < len(views):
+            pairs = list(zip(views, tensors, strict=True))
+            views = [view for view, tensor in pairs if tensor is not None]
+            for view, tensor in pairs:
                 if tensor is None:
                     view.zero_()
-                else:
-                    view.copy_(tensor)
+        if there:
+            with torch.no_grad():
+                torch._foreach_copy_(views, there)  # one call costs less than one for each
 
     def scatter(self, tensors: Sequence[Any | None]) -> None:
         """Copy each place back into its tensor; None is left out."""
@@ -90,10 +95,11 @@ class TorchShardBuffers:
 
     def end_shard(self) -> None:
         self.own.take_back()
-        for tensors, start, now in self._groups:
-            now.gather(tensors)
-            self._changes[start.tensor.dtype] += now.tensor - start.tensor
-            start.scatter(tensors)
+        with torch.no_grad():
+            for tensors, start, now in self._groups:
+                now.gather(tensors)
+                torch._foreach_copy_(tensors, start.views)  # as they were
+                self._changes[start.tensor.dtype] += now.tensor.sub_(start.tensor)
 
     def changes(self) -> dict[Any, Any]:
         """Return the sums of the changes of this rank's shards, by type."""

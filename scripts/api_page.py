@@ -40,7 +40,9 @@ SECTIONS = {
 ERRORS = {"The elastic loop": "pod_runtime.trainer.errors", "Distillation": "distill_reader.errors"}
 MADE_BY_EDL = {"Epoch", "Step", "ReadFrom", "BestCheckpoint"}  # scripts get these, and make none
 FIRST = ("elastic.Loop", "elastic.Epoch", "elastic.Step", "DistillReader")
-HIDDEN = {"Epoch.find", "Epoch.moved", "BestCheckpoint.beats", "Discovered.servers"}  # EDL's own
+HIDDEN = {  # which EDL calls itself
+    "BestCheckpoint.beats", "Discovered.servers", "Epoch.find", "Epoch.moved", "Loop.rehearse",
+}  # fmt: skip
 SHOWN_DUNDERS = {"__call__", "__iter__", "__len__"}
 SIGNATURE_CELLS = 96
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -211,7 +213,7 @@ def fields(home: Home) -> Iterator[str]:
 
 def signature(shown: str, node: Function) -> str:
     """Return the call with its types, on one line or one line for each argument."""
-    given = [each for each in arguments(node.args) if each != "self"]
+    given = [each for each in arguments(node.args) if each not in ("self", "cls")]
     result = "" if node.returns is None or node.name == "__init__" else ast.unparse(node.returns)
     arrow = f" -> {result}" if result else ""
     line = f"{shown}({', '.join(given)}){arrow}"

@@ -73,6 +73,18 @@ def test_each_sample_counts_as_often_as_the_sampler_drew_it(launch, script, kind
     assert status is None or status.orders == tuple(account.orders.values())
 
 
+def test_trainers_whose_samplers_part_are_all_told_before_a_step_of_that_epoch_counts(launch):
+    job = launch("sampled.py", 2)
+    stage = job.start(2, "--out", str(job.folder), "--kind", "astray")
+    stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    text = "UsageError: train_set: the DataLoader's Astray drew other samples for epoch 1 on rank 1"
+    assert stage.logs().count(text) == 2, stage.logs()
+    account = read_account(str(job.run_dir))
+    result = check_account(account)
+    assert (result.is_proven, result.complete_epochs, result.last_epoch_samples) == (True, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("script", "workers"),
     [

@@ -1,6 +1,7 @@
 """Parameter i counts how often sample i was trained, of data that a sampler or a stream decides."""
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,17 @@ class Buckets(BatchSampler):
         return 12
 
 
+class Astray(Buckets):
+    """From its second epoch on, each process has an order of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        np.random.seed(os.getpid() if self.epoch else 0)
+        return super().__iter__()
+
+
 class Counter(paddle.nn.Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +84,7 @@ def data() -> Any:
     more: dict[str, Any] = {"num_workers": args.workers}
     if args.kind == "stream":
         return DataLoader(Stream(), batch_size=6, **more)
-    by: Any = Buckets()
+    by: Any = Astray() if args.kind == "astray" else Buckets()
     if args.kind == "weighted":
         weights = WeightedRandomSampler(np.arange(1.0, SAMPLES + 1), 70)
         by = BatchSampler(sampler=weights, batch_size=6)

@@ -72,7 +72,10 @@ class TrainingProgress:
     @property
     def promise(self) -> str:
         """What the training promises, and its number of shards, for people."""
-        return promise_text(self._before.promise, self.batches.shards)
+        text = promise_text(self._before.promise, self.batches.shards)
+        if self.run.dataset_length is None:
+            text += "; a stream, each sample at least once"
+        return text
 
     @property
     def total_steps(self) -> int:

@@ -227,6 +227,7 @@ def test_a_stream_is_read_from_its_beginning_in_each_epoch_which_is_said_once(
     assert train(made) == [*epoch, *epoch]
     text = "Stream is a stream: every epoch opens it and reads its first 12 samples, each at least"
     assert caplog.text.count(text) == 1
+    assert "promise: rounding, 2 shards; a stream, each sample at least once" in caplog.text
     assert verify([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "a stream: 24 samples read, at least once each; which ones is not proven" in out

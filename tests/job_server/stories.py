@@ -9,7 +9,7 @@ and come back, and users ask for all sorts of things.
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class Machine:
     client: bool = True
     link: bool = True
     server_id: str = ""  # where it is registered
+    on_the_way: list[wire.NodeReport] = field(default_factory=list)  # that come late, in any order
 
 
 class Submission(World):
@@ -174,10 +175,15 @@ class Submission(World):
 
 
 class Story:
-    """Several jobs, three nodes and one server."""
+    """Several jobs, three nodes and one server.
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    Args:
+        late: heartbeats of nodes come late, twice or out of order at times.
+    """
+
+    def __init__(self, seed: int, folder: Path, *, late: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.post = random.Random(seed) if late else None
         self.now = 1_000_000.0
         self.up, self.life = False, 0
         self.jobs: list[Submission] = []
@@ -269,9 +275,20 @@ class Story:
                 service.register(machine.node)
                 machine.server_id, machine.seen_at = service.server_id, self.now
             self.follow(name, service.engine.registry.get(name).plan.value)
-            service.report_node(name, wire.NodeReport(node_id=name, pods=self.states(name)))
-            machine.seen_at = self.now
+            self.report(machine, wire.NodeReport(node_id=name, pods=self.states(name)))
         self.sync()
+
+    def report(self, machine: Machine, report: wire.NodeReport) -> None:
+        """Let the server get a node's report, or an older one, or both."""
+        post, waits = self.post, machine.on_the_way
+        if post is not None and post.random() < 0.3:
+            waits.insert(post.randint(0, len(waits)), report)
+        if post is not None and waits and post.random() < 0.3:
+            self.service.report_node(report.node_id, waits.pop())
+            if post.random() < 0.5:
+                return  # the newer one is among those that wait, or lost
+        self.service.report_node(report.node_id, report)
+        machine.seen_at = self.now
 
     def follow(self, name: str, plan: tuple[wire.NodePod, ...]) -> None:
         by_key = {(job.job.spec.job_id, pod.pod_id): (job, pod) for job, pod in self.pods(name)}

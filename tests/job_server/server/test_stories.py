@@ -8,12 +8,18 @@ from tests.job_server.stories import Story
 
 
 @pytest.mark.parametrize(
-    ("seed", "length"),
-    [*((seed, 40) for seed in range(10)), (191, 40), (350, 40), (1444, 70), (3461, 70)],
-)
-def test_every_job_comes_to_its_end_and_none_loses_its_newest_state(seed, length, tmp_path, caplog):
+    ("seed", "length", "late"),
+    [
+        *((seed, 40, False) for seed in range(10)),
+        *((seed, 40, True) for seed in range(10, 16)),
+        (191, 40, False), (350, 40, False), (1444, 70, False), (3461, 70, False),
+    ],
+)  # fmt: skip
+def test_every_job_comes_to_its_end_and_none_loses_its_newest_state(
+    seed, length, late, tmp_path, caplog
+):
     caplog.set_level(logging.CRITICAL)  # the errors of a full disk are part of the stories
-    story = Story(seed, tmp_path)
+    story = Story(seed, tmp_path, late=late)
     story.submit("one")
     story.submit("two")
     try:

@@ -652,7 +652,7 @@ class Loop:
             self._open_step = None
             self._framework.step.drop()
             self._framework.state.load(before.layout, before.data, before.scalars)
-            choice = choose_shards(batch_size, worlds, step.cost, smallest=self._smallest_shard)
+            choice = choose_shards(batch_size, worlds, step.cost, smallest=sizes[0])
             shards, why = choice.shards, f"measured: {choice}"
         with self._surviving():
             agreed = stage.member.agree_on_shards(None if self._shards_asked else shards)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SMALLEST_SHARD = 16  # samples, where there is batch norm: with fewer its statistics are noise
-_WORTH = 0.02  # measured times are no better than that: below, fewer shards are as good
+_WORTH = 0.05  # of a step: for less, the world of the most trainers is not made to wait
+_SPREAD = 4  # shards are at most so many times smaller than those of the most trainers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +73,11 @@ def possible_shards(batch_size: int, most: int, smallest: int) -> Iterator[int]:
 def sizes_to_measure(batch_size: int, worlds: range, smallest: int) -> tuple[int, int] | None:
     """Return the samples of two shards whose cost decides; None: nothing is to be decided."""
     most = worlds[-1]
-    if not _idle(most, worlds) or len(list(possible_shards(batch_size, most, smallest))) == 1:
-        return None
     large = -(-batch_size // most)
-    small = max(smallest, large // 2)
-    return None if small >= large else (small, large)
+    small = max(smallest, large // _SPREAD)
+    if not _idle(most, worlds) or len(list(possible_shards(batch_size, most, small))) == 1:
+        return None
+    return small, large
 
 
 def choose_shards(
@@ -88,15 +89,16 @@ def choose_shards(
 
     Args:
         worlds: from the fewest to the most trainers that the job may have.
-        smallest: see `possible_shards`.
+        smallest: see `possible_shards`; what was measured, as nobody knows of smaller ones.
     """
     fewest = worlds[-1]
     found = {
         shards: _step_s(batch_size, shards, worlds, cost)
         for shards in possible_shards(batch_size, fewest, smallest)
     }
-    good = min(found.values()) * (1 + _WORTH)
-    shards = next(shards for shards, step_s in found.items() if step_s <= good)
+    shards = min(found, key=lambda shards: (found[shards], shards))
+    if found[fewest] <= found[shards] * (1 + _WORTH):
+        shards = fewest
     return ShardChoice(
         shards=shards,
         step_s=found[shards],

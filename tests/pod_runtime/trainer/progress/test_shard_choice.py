@@ -38,8 +38,8 @@ def test_times_that_make_no_sense_give_no_negative_cost(small, large, fixed_s, p
     [
         pytest.param(96, range(1, 3), FREE, 1, 2, (), id="two divide into one and two"),
         pytest.param(96, range(3, 4), FREE, 1, 3, (), id="one world size"),
-        pytest.param(96, range(1, 4), FREE, 1, 6, (), id="six suit one, two and three"),
-        pytest.param(96, range(1, 5), FREE, 1, 8, (3,), id="twelve would gain two percent more"),
+        pytest.param(96, range(1, 4), FREE, 8, 6, (), id="six suit one, two and three"),
+        pytest.param(96, range(1, 5), FREE, 6, 12, (), id="twelve suit one to four"),
         pytest.param(
             96, range(1, 4), ShardCost(fixed_s=0.03, per_sample_s=1e-3), 1, 3, (2,),
             id="a shard is dear: two trainers wait rather",
@@ -55,17 +55,15 @@ def test_the_least_time_over_all_world_sizes_is_chosen(batch, worlds, cost, smal
     assert found.step_s <= found.fewest_step_s
 
 
-def test_a_gain_below_what_can_be_measured_is_none():
-    worlds = range(1, 4)  # 3 shards: 3 + 2 + 1 rounds; 6: 6 + 3 + 2 of half the samples
-    even = ShardCost(fixed_s=16e-3 / 5, per_sample_s=1e-3)
-    assert choose_shards(96, worlds, even).step_s == pytest.approx(
-        choose_shards(96, worlds, even).fewest_step_s
-    )
-    assert choose_shards(96, worlds, even).shards == 3
+@pytest.mark.parametrize(("fixed_s", "shards"), [(1e-3, 6), (2e-3, 3), (3.2e-3, 3), (9e-3, 3)])
+def test_the_most_trainers_are_not_made_to_wait_for_a_small_gain(fixed_s, shards):
+    """Three shards take 3 + 2 + 1 rounds; six take 6 + 3 + 2 of half the samples."""
+    cost = ShardCost(fixed_s=fixed_s, per_sample_s=1e-3)
+    assert choose_shards(96, range(1, 4), cost, smallest=8).shards == shards
 
 
 def test_the_log_says_both_costs_and_which_worlds_idle():
-    found = choose_shards(96, range(1, 4), FREE)
+    found = choose_shards(96, range(1, 4), FREE, smallest=16)
     assert str(found) == (
         "6 shards, 58.7 ms a step over all world sizes (3, the most trainers, take 64 ms)"
     )
@@ -80,7 +78,9 @@ def test_the_log_says_both_costs_and_which_worlds_idle():
     ("batch", "worlds", "smallest", "sizes"),
     [
         (96, range(1, 4), 16, (16, 32)),
-        (192, range(1, 4), 16, (32, 64)),
+        (192, range(1, 4), 16, (16, 64)),
+        (192, range(1, 4), 1, (16, 64)),
+        (64, range(1, 4), 16, (16, 22)),
         (96, range(1, 3), 16, None),  # two shards suit both
         (96, range(4, 5), 16, None),
         (40, range(1, 4), 16, None),  # more than three would be too small

@@ -1,5 +1,6 @@
 """The epoch and the step that a training script iterates over."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any
 from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework
+from pod_runtime.trainer.frameworks.plain_values import as_list
 
 WEIGHTS = ("mean", "sum")
 
@@ -99,7 +101,12 @@ class Step(ABC):
         self._at = 0  # shards that were handed out
         self._open = False  # the newest of them is being computed
         self._shard_samples = 0
-        self._weighed = 0  # shards whose loss went through `backward`
+        self._all = tuple(range(len(framework.step.optimizers)))
+        # By optimizer: at which shard a loss went through `backward` last, since its update.
+        self._weighed: dict[int, int] = {}
+        self._again = 0  # how often the shards were gone through before
+        self._may_go_again = False  # there was an update since
+        self._kept: list[Any] = []  # batches, where several optimizers go through them in turn
         framework.step.begin()
 
     @property
@@ -122,8 +129,8 @@ class Step(ABC):
         """Return a shard's batch as tensors."""
 
     @abstractmethod
-    def _finish(self) -> Any:
-        """Sum the gradients, let the optimizer step, and return the loss."""
+    def _finish(self, of: tuple[int, ...]) -> Any:
+        """Sum the gradients, let these optimizers step, and return the loss."""
 
     @property
     def is_rehearsal(self) -> bool:
@@ -140,7 +147,21 @@ class Step(ABC):
 
         It has the form that the dataset's samples get when they are collated: `for images, labels
         in step:` for samples that are pairs. Call `step.backward(loss)` for each.
+
+        With several optimizers it may be gone through again after an update, over the same batches
+        and with other random numbers.
+
+        Raises:
+            UsageError: it is gone through again without an update.
         """
+        if len(self._all) > 1 and self._ranges and self._at == len(self._ranges):
+            if not self._may_go_again:
+                raise UsageError(
+                    "step: `for batch in step:` begins again without an update; call "
+                    "step.update(optimizer) before, or compute both losses in one loop"
+                )
+            self._at, self._may_go_again = 0, False
+            self._again += 1
         while self._at < len(self._ranges):
             shard_range = self._ranges[self._at]
             batch = self._read(shard_range)
@@ -151,13 +172,39 @@ class Step(ABC):
             self._close_shard()
         self._close_shard()
 
-    def backward(self, loss: Any) -> None:
+    def _read_once(self, read: Callable[[], Any]) -> Any:
+        """Return the batch at hand: read, or as it was read when it was gone through before."""
+        if len(self._all) == 1:
+            return read()
+        if not self._again:
+            self._kept.append(read())
+        return copy.deepcopy(self._kept[self._at])  # a script may change its batch in place
+
+    def _chosen(self, optimizers: Sequence[Any]) -> tuple[int, ...]:
+        """Return the indices of these optimizers; of all where none is given."""
+        if not optimizers:
+            return self._all
+        known = {id(each): index for index, each in enumerate(self._framework.step.optimizers)}
+        unknown = [each for each in optimizers if id(each) not in known]
+        if unknown:
+            raise UsageError(
+                f"optimizer: this {type(unknown[0]).__name__} is not one of the loop's; pass it "
+                f"there: Loop(models, [optimizer_a, optimizer_b])"
+            )
+        return tuple(sorted({known[id(each)] for each in optimizers}))
+
+    def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this shard's loss, weighed by its share of the global batch.
 
         The loss is the mean over the shard, or the sum with `Loop(loss="sum")`.
 
+        Args:
+            loss: of this shard, a tensor with a gradient.
+            optimizer: whose parameters get gradients of this loss, no others: one of the loop's
+                optimizers, or a list of them. None: all of them.
+
         Raises:
-            UsageError: no shard is being computed.
+            UsageError: no shard is being computed, or the optimizer is not one of the loop's.
         """
         if not self._open:
             raise UsageError(
@@ -165,22 +212,29 @@ class Step(ABC):
             )
         samples = self._shard_samples if self._loss == "mean" else 1
         is_last = self._at == len(self._ranges) and not self.is_warmup
-        self._framework.step.backward(loss, samples / self.samples, is_last)
-        self._weighed = self._at
+        of = self._all if optimizer is None else self._chosen(as_list(optimizer))
+        self._framework.step.backward(loss, samples / self.samples, is_last, of)
+        for index in of:
+            self._weighed[index] = self._at
 
-    def update(self) -> Any:
+    def update(self, *optimizers: Any) -> Any:
         """Sum the gradients over all ranks, let the optimizer step, clear the gradients.
+
+        With several optimizers: those that are given, else all. They may be updated in any order,
+        and some of them not at all. The step is committed as a whole after the last update.
 
         Returns:
             The training loss: its mean over the samples of the global batch, over all trainers.
             Where a shard has several calls of `backward`, their sum. A tensor without dimensions
             and without a gradient, on the model's device, which is only waited for where the
-            script reads it (`float(loss)`). In the warm-up step it is this trainer's alone.
+            script reads it (`float(loss)`). In the warm-up step it is this trainer's alone. With
+            several optimizers it is that of the losses since the updates of these.
 
         Raises:
             UsageError: it was called before, or before all shards were computed.
         """
-        if self.is_updated:
+        of = self._chosen(optimizers)
+        if self.is_updated and len(self._all) == 1:
             raise UsageError("step.update(): called twice in one step")
         if self._at < len(self._ranges):
             raise UsageError(
@@ -188,32 +242,65 @@ class Step(ABC):
                 f"computed; finish `for batch in step:` before it, without break"
             )
         self._close_shard()
-        if self._weighed < self._at:
+        if any(self._weighed.get(index, 0) < self._at for index in of):
             raise UsageError(
                 "step.update(): no gradient came from this step's last shard; write "
                 "step.backward(loss) instead of loss.backward()"
+                + ", and step.update(optimizer) for the one whose turn it is"
+                * (len(self._all) > 1)
             )
-        loss = self._finish()
-        self.is_updated = True
+        loss = self._finish(of)
+        self.is_updated = self._may_go_again = True
+        self._weighed = {each: at for each, at in self._weighed.items() if each not in of}
+        if len(self._all) > 1:
+            self.max_norm = None
         return loss
+
+    def check_complete(self) -> None:
+        """See that the script has made all of the step.
+
+        Raises:
+            UsageError: an update is missing, or the loop over the shards was left.
+        """
+        if not self.is_updated:
+            raise UsageError(
+                f"step {self.number}: step.update() is missing; call it once per step, after "
+                f"`for batch in step:`. If an update shall take several batches, say so by "
+                f"Loop(accumulation_steps=N), and call it in each step"
+            )
+        if self._at < len(self._ranges):
+            raise UsageError(
+                f"step {self.number}: {self._at} of this rank's {len(self._ranges)} shards were "
+                f"computed; finish `for batch in step:`, without break"
+            )
+        if self._weighed:
+            raise UsageError(
+                f"step {self.number}: step.backward gave a gradient to an optimizer that was not "
+                f"updated after it; call step.update(optimizer), or say whose gradient it is: "
+                f"step.backward(loss, optimizer=...)"
+            )
+        if len(self._all) > 1 and self.max_norm is not None:
+            raise UsageError("step.clip(max_norm): call it before the update that it is for")
 
     def clip(self, max_norm: float) -> None:
         """Clip the summed gradients at this global norm before the optimizer steps.
 
         The norm is that of all of the optimizer's gradients of the whole batch, over all trainers;
-        so the update does not depend on their number.
+        so the update does not depend on their number. With several optimizers it counts for the
+        next update.
 
         Raises:
             UsageError: the norm is not above 0, or the update was made.
         """
         if not max_norm > 0:
             raise UsageError(f"step.clip(max_norm): expected a number above 0, got {max_norm!r}")
-        if self.is_updated:
+        if self.is_updated and len(self._all) == 1:
             raise UsageError("step.clip(max_norm): call it before step.update()")
         self.max_norm = float(max_norm)
 
     def _close_shard(self) -> None:
         if self._open:
             self._open = False
-            self.samples_done += self._shard_samples
+            if not self._again:
+                self.samples_done += self._shard_samples
             self._framework.step.end_shard()

@@ -45,9 +45,12 @@ def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int
     _seed(streams, stream_key(_OF_SAMPLE, seed, epoch, sample_id))
 
 
-def seed_shard(streams: FrameworkStreams, seed: int, epoch: int, step: int, shard: int) -> None:
-    """Give a shard's forward pass its own streams."""
-    _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard))
+def seed_shard(
+    streams: FrameworkStreams, seed: int, epoch: int, step: int, shard: int, again: int = 0
+) -> None:
+    """Give a shard's forward pass its own streams; `again`: how often it had one in this step."""
+    passes = (again,) if again else ()
+    _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard, *passes))
 
 
 def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:

@@ -103,7 +103,7 @@ def open_state(
             )
         inner = model._layers if isinstance(model, paddle.DataParallel) else model
         unowned = unowned_parameters(inner, optimizer)
-        return PaddleState(inner, optimizer, own_buffers(inner), unowned, scaler, extra)
+        return PaddleState(inner, [optimizer], own_buffers(inner), unowned, scaler, extra)
     if paddle.in_dynamic_mode():
         raise UsageError(
             "model: missing; in dynamic graph an executor knows no parameters: pass model= and "

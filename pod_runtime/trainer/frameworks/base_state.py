@@ -7,7 +7,7 @@ What an optimizer keeps of a parameter goes by the parameter's place in the mode
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -53,6 +53,9 @@ class OptimizerState(Protocol):
 
     kind: str  # name of its type
 
+    def owns(self, parameter: str) -> bool:
+        """Whether the optimizer has this one of the model's parameters."""
+
     def tensors(self) -> list[tuple[str, Any]]:
         """Return its tensors, by "<parameter>.<what it is>"."""
 
@@ -80,7 +83,7 @@ class BaseState(ABC):
     def __init__(
         self,
         tensors: FrameworkTensors,
-        optimizer: OptimizerState,
+        optimizers: Sequence[OptimizerState],
         traits: BaseTraits,
         buffers: OwnBuffers,
         unowned: UnownedParameters,
@@ -88,7 +91,7 @@ class BaseState(ABC):
         extra: Mapping[str, Any],
     ) -> None:
         self._tensor_tools = tensors
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._traits = traits
         self._buffers = buffers
         self._unowned = unowned
@@ -125,7 +128,11 @@ class BaseState(ABC):
         self._buffers.take_back()
         named = [
             *self._model_tensors(),
-            *((f"optimizer/{name}", tensor) for name, tensor in self._optimizer.tensors()),
+            *(
+                (f"optimizer/{name}", tensor)
+                for each in self._optimizers
+                for name, tensor in each.tensors()
+            ),
             *self._extra_tensors(),
         ]
         self._tensors = [tensor for _name, tensor in named]
@@ -157,7 +164,11 @@ class BaseState(ABC):
 
     def scalars(self) -> dict[str, Any]:
         """Return the plain part: of optimizer, traits, loss scaler and extra objects."""
-        found = self._optimizer.scalars() | {"traits": self._traits.changed()}
+        found: dict[str, Any] = {"traits": self._traits.changed()}
+        if len(self._optimizers) == 1:
+            found |= self._optimizers[0].scalars()
+        else:
+            found["optimizers"] = [each.scalars() for each in self._optimizers]
         to_plain, is_tensor = self._tensor_tools.to_plain, self._tensor_tools.is_tensor
         if self._scaler is not None:
             found["scaler"] = to_plain("scaler", self._scaler.state_dict())
@@ -201,7 +212,8 @@ class BaseState(ABC):
         source = np.frombuffer(data, np.uint8)
         for name, tensor in self._model_tensors():
             self._tensor_tools.fill(tensor, source, by_group["model"][name.partition("/")[2]])
-        self._optimizer.load(by_group["optimizer"], source, scalars)
+        for optimizer, specs, plain in self._parts(by_group["optimizer"], scalars):
+            optimizer.load(specs, source, plain)
         if self._scaler is not None and scalars.get("scaler"):
             self._load_scaler(scalars["scaler"])
         self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
@@ -215,7 +227,8 @@ class BaseState(ABC):
             self._load_plain()
 
     def _load_plain(self) -> None:
-        self._optimizer.load_plain(self._loaded)
+        for optimizer, _specs, plain in self._parts({}, self._loaded):
+            optimizer.load_plain(plain)
         if "traits" not in self._loaded:  # a state of an older version
             return
         lost = self._traits.apply(self._loaded["traits"])
@@ -224,6 +237,26 @@ class BaseState(ABC):
                 "the state has options of %s, which this script's model and optimizer do not have",
                 ", ".join(lost),
             )
+
+    def _parts(
+        self, specs: Mapping[str, StateTensor], scalars: Mapping[str, Any]
+    ) -> Iterator[tuple[OptimizerState, Mapping[str, StateTensor], Mapping[str, Any]]]:
+        """Yield each optimizer with its part of a state: tensors, and plain values.
+
+        Raises:
+            StateError: no optimizer has the parameter of a tensor.
+        """
+        if len(self._optimizers) == 1:
+            yield self._optimizers[0], specs, scalars
+            return
+        parts: list[dict[str, StateTensor]] = [{} for _each in self._optimizers]
+        for name, spec in specs.items():
+            parameter = name.rpartition(".")[0]
+            mine = [i for i, each in enumerate(self._optimizers) if each.owns(parameter)]
+            if not mine:
+                raise StateError(f"optimizer/{name}: no optimizer has this parameter")
+            parts[mine[0]][name] = spec
+        yield from zip(self._optimizers, parts, scalars["optimizers"], strict=True)
 
     def _load_extra(
         self, specs: Mapping[str, StateTensor], source: Any, plain: Mapping[str, Any]
@@ -259,13 +292,20 @@ class BaseState(ABC):
                     f"{name}: the state holds {stored}, the model "
                     f"{self._tensor_tools.dtype_name(tensor)}; use the same precision"
                 )
-        kind = self._optimizer.kind
-        if scalars.get("optimizer", kind) != kind:
+        stored_count = len(scalars.get("optimizers", [scalars]))
+        if stored_count != len(self._optimizers):
             raise StateError(
-                f"optimizer: the state was made by {scalars['optimizer']}, this script uses "
-                f"{kind}; use the same optimizer, or another checkpoint path"
+                f"optimizer: the state was made with {stored_count}, this script has "
+                f"{len(self._optimizers)}; use as many, or another checkpoint path"
             )
-        self._optimizer.check(by_group["optimizer"], scalars)
+        for optimizer, specs, plain in self._parts(by_group["optimizer"], scalars):
+            kind = optimizer.kind
+            if plain.get("optimizer", kind) != kind:
+                raise StateError(
+                    f"optimizer: the state was made by {plain['optimizer']}, this script uses "
+                    f"{kind}; use the same optimizer, or another checkpoint path"
+                )
+            optimizer.check(specs, plain)
         for name in scalars.get("extra", {}):
             if name not in self._extra:
                 raise StateError(

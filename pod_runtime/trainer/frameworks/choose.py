@@ -4,16 +4,20 @@ from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework
+from pod_runtime.trainer.frameworks.plain_values import as_list
 
 
 def make_framework(model: Any, optimizer: Any, **options: Any) -> Framework:
-    """Return the framework of `model`, which is imported here, and not before.
+    """Return the framework of the models, which is imported here, and not before.
+
+    Args:
+        model: one, a list, or a dict of names.
+        optimizer: one, or a list.
 
     Raises:
         UsageError: the framework's folder refuses an argument.
     """
-    models = model if isinstance(model, list | tuple) else [model]
-    if any(_is_of_torch(each) for each in (optimizer, *models)):
+    if any(_is_of_torch(each) for each in (*as_list(optimizer), *as_list(model))):
         from pod_runtime.trainer.frameworks.torch.framework import torch_framework
 
         return torch_framework(model, optimizer, **options)

@@ -121,7 +121,14 @@ class FrameworkState(Protocol):
 
 
 class FrameworkStep(Protocol):
-    """The gradients and the buffers of a step."""
+    """The gradients and the buffers of a step.
+
+    `of` says which optimizers are meant, by their index. It counts where there are several.
+    """
+
+    @property
+    def optimizers(self) -> Sequence[Any]:
+        """The training's optimizers."""
 
     def begin(self) -> None:
         """Remember the buffers: every shard starts from these values. And those `unowned`.
@@ -132,8 +139,12 @@ class FrameworkStep(Protocol):
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
 
-    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+    def backward(
+        self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()
+    ) -> None:
         """Accumulate the gradient of `loss` times `weight`, and that number itself.
+
+        Only in the parameters of these optimizers.
 
         Args:
             is_last: of the step's last shard, so that gradients may be sent from now on.
@@ -142,21 +153,30 @@ class FrameworkStep(Protocol):
             UsageError: gradients were touched since the last call. So does `exchange`.
         """
 
-    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+    def exchange(
+        self, header: Sequence[float], contribute: bool, of: Sequence[int] = ()
+    ) -> list[float]:
         """Sum gradients, buffer changes, loss and `header` over all ranks.
 
         Returns the header's sums. Leaves the local gradients as they were, so that it can be
         called again. Without `contribute`, this rank adds zeros. Raises PeerLost.
         """
 
-    def loss(self) -> Any:
+    def loss(self, of: Sequence[int] = ()) -> Any:
         """Return the sum of what went through `backward`, a tensor without dimensions.
 
         Over all ranks as the last `exchange` summed it; before one, that of this rank. It is on the
         model's device, and nothing has waited for it there.
         """
 
-    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
+    def apply(
+        self,
+        *,
+        filled_shards: int,
+        lr_factor: float,
+        max_norm: float | None = None,
+        of: Sequence[int] = (),
+    ) -> None:
         """Take over what was exchanged, let the optimizer step, clear the gradients.
 
         Args:
@@ -164,6 +184,9 @@ class FrameworkStep(Protocol):
             lr_factor: multiplies the learning rate of this step.
             max_norm: clip the summed gradients at this global norm; None: do not.
         """
+
+    def end(self) -> None:
+        """The step has had its last update, and is committed now."""
 
     def drop(self) -> None:
         """Forget gradients and put the buffers back: the state is the last committed one."""

@@ -26,6 +26,15 @@ def differ(one: Any, other: Any) -> bool:
     return bool(one != other) and not (one != one and other != other)  # NaN is as it was
 
 
+def as_list(things: Any) -> list[Any]:
+    """Return the values of a dict, or the members of a list, or the only thing; None: none."""
+    if things is None:
+        return []
+    if isinstance(things, Mapping):
+        return list(things.values())
+    return list(things) if isinstance(things, list | tuple) else [things]
+
+
 def to_float(value: Any) -> float:
     """Return a number or a one-element tensor as float."""
     return float(value.item()) if hasattr(value, "item") else float(value)

@@ -1,6 +1,6 @@
 """Watch the model's trainable parameters that no optimizer has: they must not change."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
@@ -75,3 +75,20 @@ class UnownedParameters:
             for name, each in self._named
             if self._is_trained(each) and id(each) not in owned
         }
+
+
+def check_disjoint(parameters: Sequence[Collection[int]]) -> None:
+    """Check that no two optimizers have a parameter in common, by the ids of theirs.
+
+    Raises:
+        UsageError: they have one; it has one gradient and one place in a state.
+    """
+    seen: dict[int, int] = {}
+    for index, mine in enumerate(parameters):
+        for each in mine:
+            if seen.setdefault(each, index) != index:
+                raise UsageError(
+                    f"optimizer: optimizers {seen[each]} and {index} have a parameter in common, "
+                    f"and each would step it by the gradient of its own loss; give it to one of "
+                    f"them, and send that one the sum of both losses"
+                )

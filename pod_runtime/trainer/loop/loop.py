@@ -16,7 +16,7 @@ from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
 from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
-from pod_runtime.trainer.frameworks.plain_values import to_float
+from pod_runtime.trainer.frameworks.plain_values import as_list, to_float
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
 from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
@@ -98,8 +98,10 @@ class Loop:
         """Join the stage, take over its state, and return when training may begin.
 
         Args:
-            model: what is trained, a torch.nn.Module or a paddle.nn.Layer.
-            optimizer: of its parameters, of the same framework.
+            model: what is trained, a torch.nn.Module or a paddle.nn.Layer; several: a list, or a
+                dict by names.
+            optimizer: of its parameters, of the same framework; several, which may be updated one
+                by one: a list.
             train_set: a map-style dataset (`len` and an item for each index), or the framework's
                 DataLoader, whose dataset, batch size (as the global one), order or sampler,
                 collate_fn and workers are taken over; or an IterableDataset, alone or in a
@@ -175,7 +177,7 @@ class Loop:
         if before is not None and before._finished:
             before._let_go()
         self._settings = settings
-        self._models = _listed(model)
+        self._models = as_list(model)
         self._has_checkpoint = checkpoint is not None
         self._source = make_source(
             train_set,
@@ -192,7 +194,7 @@ class Loop:
             raise UsageError(f"steps_per_epoch: {what} needs it; it says when an epoch ends")
         self._reader_factory = reader
         self._stop_asked = False
-        self._smallest_shard = smallest_shard(_listed(model))
+        self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
         self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
@@ -205,7 +207,7 @@ class Loop:
                 model,
                 optimizer,
                 header_size=header_size,
-                schedulers=_listed(scheduler),
+                schedulers=as_list(scheduler),
                 scaler=scaler,
                 extra=extra,
                 all_reduce=all_reduce,
@@ -555,7 +557,7 @@ class Loop:
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()
             yield step
-            _check_updated(step)
+            step.check_complete()
             self._open_step = None
             try:
                 self._commit(steps, step)
@@ -573,7 +575,7 @@ class Loop:
             )
             step = self._open_step = self._entered().begin()
             yield step
-            _check_updated(step)
+            step.check_complete()
             raise RehearsalOver
         found = rehearsal.steps(
             self._framework,
@@ -585,7 +587,7 @@ class Loop:
         for each in found:
             self._open_step = each
             yield each
-            _check_updated(each)
+            each.check_complete()
             self._open_step = None
         progress.cursor = rehearsal.last_batch(progress.batches)
 
@@ -633,6 +635,8 @@ class Loop:
         shards, why = usual, ""
         if sizes is None:
             pass  # no other number suits these worlds better
+        elif len(self._framework.step.optimizers) > 1:
+            why = "the most trainers: with several optimizers no shard is measured"
         elif self._reader_factory is not None or source.length is None:
             why = "the most trainers: streams and what comes by reader= are not read for measuring"
         elif source.length < sizes[1]:
@@ -721,15 +725,6 @@ class Loop:
         )
 
 
-def _check_updated(step: Step) -> None:
-    if not step.is_updated:
-        raise UsageError(
-            f"step {step.number}: step.update() is missing; call it once per step, after "
-            f"`for batch in step:`. If an update shall take several batches, say so by "
-            f"Loop(accumulation_steps=N), and call it in each step"
-        )
-
-
 def _show_log() -> None:
     """Show what the loop logs, epochs and metrics above all, where nobody has set up logging.
 
@@ -741,12 +736,6 @@ def _show_log() -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         ours.addHandler(handler)
         ours.setLevel(logging.INFO)
-
-
-def _listed(thing: Any | None) -> list[Any]:
-    if thing is None:
-        return []
-    return list(thing) if isinstance(thing, list | tuple) else [thing]
 
 
 # --- for others in this process: `trainer_main` asks when the script has raised

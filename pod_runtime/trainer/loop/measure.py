@@ -92,8 +92,10 @@ def smallest_shard(models: Iterable[Any]) -> int:
     A layer with batch norm is known by its class's name, or that of a base class.
     """
     for model in models:
-        layers = getattr(model, "sublayers", None)  # Paddle's; PyTorch has `modules`
-        for layer in model.modules() if layers is None else layers(include_self=True):
+        layers = list(getattr(model, "modules", list)())  # PyTorch's; Paddle has `sublayers`
+        if hasattr(model, "sublayers"):
+            layers = model.sublayers(include_self=True)
+        for layer in layers:
             if any("BatchNorm" in base.__name__ for base in type(layer).__mro__):
                 return SMALLEST_SHARD
     return 1

@@ -200,9 +200,11 @@ class RehearsalStep(WarmupStep):
         self._framework.data.seed(self._salt)
         return batch
 
-    def _finish(self) -> Any:
-        loss = self._framework.step.loss()
-        self._computed = Computed(loss=to_float(loss), gradients=gradients_of(self._models))
+    def _finish(self, of: tuple[int, ...]) -> Any:
+        loss = self._framework.step.loss(of)
+        before = self._computed or Computed(loss=0.0, gradients={})  # of other optimizers
+        gradients = {**gradients_of(self._models), **before.gradients}
+        self._computed = Computed(loss=before.loss + to_float(loss), gradients=gradients)
         self._framework.step.drop()
         return loss
 

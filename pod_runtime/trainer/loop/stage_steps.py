@@ -79,6 +79,7 @@ class StageSteps:
         """
         assert step.result is not None
         stage, result = self.stage, step.result
+        stage.framework.step.end()
         stage.progress.commit_step(result.drawn)
         if (
             result.request.snapshot
@@ -198,17 +199,25 @@ class TrainingStep(Step):
         return [sample for each in self._ranges for sample in ids(each).tolist()]
 
     def _read(self, shard_range: ShardRange) -> Any:
-        found = self._steps.feed.take(shard_range)
-        self._ids.append(found.ids)
-        seed_shard(self._framework.data, self._steps.seed, *shard_range.key)
-        return self._framework.data.to_batch(found.batch)
+        def read() -> Any:
+            found = self._steps.feed.take(shard_range)
+            self._ids.append(found.ids)
+            return found.batch
 
-    def _finish(self) -> Any:
+        batch = self._read_once(read)
+        seed_shard(self._framework.data, self._steps.seed, *shard_range.key, again=self._again)
+        return self._framework.data.to_batch(batch)
+
+    def _finish(self, of: tuple[int, ...]) -> Any:
         stage = self._steps.stage
         try:
-            self.result = result = stage.member.exchange(self.samples_done, self._drawn())
+            if self.result is None:
+                self.result = stage.member.exchange(self.samples_done, self._drawn(), of)
+            else:
+                stage.member.exchange_again(of)
         except PeerLost as error:
-            stage.member.end_after_peer_lost(error, state_is_committed=True)
+            stage.member.end_after_peer_lost(error, state_is_committed=not self.is_updated)
+        result = self.result
         if result.samples != self.samples:
             raise UsageError(
                 f"step {self.number}: {result.samples} samples were computed, its batch has "
@@ -218,8 +227,9 @@ class TrainingStep(Step):
             filled_shards=stage.progress.batches.filled_shards(self.samples),
             lr_factor=stage.progress.scaling.lr_factor(self.number),
             max_norm=self.max_norm,
+            of=of,
         )
-        loss = self._framework.step.loss()
+        loss = self._framework.step.loss(of)
         self._steps.note_loss(self.number, loss)
         return loss
 

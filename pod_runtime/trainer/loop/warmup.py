@@ -66,12 +66,13 @@ class WarmupStep(Step):
     def _read(self, shard_range: ShardRange) -> Any:
         samples = range(shard_range.start, shard_range.stop)
         data = self._framework.data
-        return data.to_batch(_read(data, self._source, samples, self._seed))
+        batch = self._read_once(lambda: _read(data, self._source, samples, self._seed))
+        return data.to_batch(batch)
 
-    def _finish(self) -> Any:
-        loss = self._framework.step.loss()
+    def _finish(self, of: tuple[int, ...]) -> Any:
+        loss = self._framework.step.loss(of)
         if not self._is_over():
-            self._framework.step.apply(filled_shards=1, lr_factor=1.0)
+            self._framework.step.apply(filled_shards=1, lr_factor=1.0, of=of)
         return loss
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -21,6 +21,7 @@ from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.next_group import NextGroupFormer
 from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
 from pod_runtime.trainer.progress.agreement import (
+    HEADER_SIZE,
     ExchangeResult,
     SnapshotRequest,
     make_ballot,
@@ -59,23 +60,45 @@ class StageMember:
         self._is_to_end = False
         self._gate = threading.Lock()  # around `_waits`; kept by a thread that ends the process
         self._waits = False  # in an exchange: the state is the committed one
+        self._is_amid_updates = False  # in the exchange of a further update: it is not
 
-    def exchange(self, samples: int, drawn: int | None = None) -> ExchangeResult:
+    def exchange(
+        self, samples: int, drawn: int | None = None, of: Sequence[int] = ()
+    ) -> ExchangeResult:
         """Sum gradients over all ranks; return when all have contributed.
 
         Args:
             samples: number that this rank computed.
             drawn: sum of their hashes; None: they have none.
+            of: the optimizers whose gradients are meant, see `FrameworkStep`.
 
         Raises:
             PeerLost: a rank is gone; the local state is the last committed one.
         """
         while True:
-            verdict = self._exchange(samples, drawn, void=False)
+            verdict = self._exchange(samples, drawn, void=False, of=of)
             if not verdict.void:
                 return verdict
             if verdict.cut:
                 self._park_within_step()
+
+    def exchange_again(self, of: Sequence[int]) -> None:
+        """Sum the gradients of a further update in the same step.
+
+        Its samples are counted, and no rank can wait for data or park: the state is between two
+        committed ones.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        self._end_if_told()
+        with self._gate:
+            self._waits = self._is_amid_updates = True
+        try:
+            self._step.exchange([0.0] * HEADER_SIZE, contribute=True, of=of)
+        finally:
+            with self._gate:
+                self._waits = self._is_amid_updates = False
 
     def wait_for_data(self) -> None:
         """Call while no data come: park with the other ranks when a cut is due."""
@@ -259,7 +282,8 @@ class StageMember:
 
     def _leave(self) -> NoReturn:
         try:
-            self._state_manager.rescue()
+            if not self._is_amid_updates:
+                self._state_manager.rescue()
         except LinkError as lost:
             logger.error("%s", lost)
         exit_as_victim()
@@ -288,7 +312,9 @@ class StageMember:
             logger.error("%s", lost)
         exit_as_victim()
 
-    def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> ExchangeResult:
+    def _exchange(
+        self, samples: int, drawn: int | None, *, void: bool, of: Sequence[int] = ()
+    ) -> ExchangeResult:
         self._end_if_told()
         request = SnapshotRequest() if void else self._state_manager.snapshot_request()
         cut = self.is_cut
@@ -303,7 +329,7 @@ class StageMember:
         with self._gate:
             self._waits = True
         try:
-            sums = self._step.exchange(header, contribute=not void)
+            sums = self._step.exchange(header, contribute=not void, of=of)
         finally:
             with self._gate:
                 self._waits = False

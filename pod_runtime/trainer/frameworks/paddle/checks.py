@@ -17,39 +17,56 @@ from paddle import nn
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
-from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters, check_disjoint
 from pod_runtime.trainer.layout import ITEM_BYTES
 
-_ONE_OPTIMIZER = (
-    "the loop steps one optimizer: put all layers that are trained into one paddle.nn.Layer (a "
-    "LayerList), and give one optimizer groups of parameters: "
-    "Adam(parameters=[{'params': a.parameters()}, {'params': b.parameters(), "
-    "'learning_rate': 0.1}]). Optimizers that take turns, as in a GAN, are not supported"
-)
+_PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _SAMPLE_BYTES = 64
 _WHOLE_STEPS = 3
 _EVERY = 16  # of the parameters one is looked at, in later steps
 
 
 def check_arguments(
-    model: Any, optimizer: Any, schedulers: Sequence[Any], extra: Mapping[str, Any]
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    extra: Mapping[str, Any],
+    all_reduce: str,
 ) -> None:
-    """Check that these are one model, one optimizer, its schedulers, and objects that do not train.
+    """Check that these are models, optimizers, their schedulers, and objects that do not train.
 
     Raises:
         UsageError: they are not; the text says what to pass.
     """
-    if isinstance(model, list | tuple | dict):
+    for model in models:
+        if not isinstance(model, nn.Layer):
+            raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+        if isinstance(model, paddle.DataParallel):
+            raise UsageError(
+                "model: pass the bare model, not paddle.DataParallel: the loop reduces"
+            )
+    for optimizer in optimizers:
+        _check_optimizer(optimizer)
+    check_disjoint([[id(p) for p in optimizer_parameters(each)] for each in optimizers])
+    if len(optimizers) > 1 and all_reduce != "flat":
         raise UsageError(
-            f"model: expected one paddle.nn.Layer, got a {type(model).__name__}; put the layers "
-            f"into one: paddle.nn.LayerList([encoder, decoder])"
+            f"all_reduce: {all_reduce!r} sends the gradients of one optimizer as they come; with "
+            f"{len(optimizers)} optimizers leave it out ('flat')"
         )
-    if not isinstance(model, nn.Layer):
-        raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+    rates = [each._learning_rate for each in optimizers]
+    if any(all(each is not rate for rate in rates) for each in schedulers):
+        raise UsageError(
+            "scheduler: it is not the optimizer's; with Paddle, pass it to the optimizer as "
+            "learning_rate=, and not to the loop"
+        )
+    _check_extra(extra, {id(each) for model in models for each in model.parameters()})
+
+
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, paddle.optimizer.Optimizer):
         raise UsageError(
             f"optimizer: expected one paddle.optimizer.Optimizer, got a "
-            f"{type(optimizer).__name__}; {_ONE_OPTIMIZER}"
+            f"{type(optimizer).__name__}; {_PASS_IT}"
         )
     inner = [v for v in vars(optimizer).values() if isinstance(v, paddle.optimizer.Optimizer)]
     if inner:
@@ -62,12 +79,6 @@ def check_arguments(
             "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
             "optimizers that take the gradients as they are"
         )
-    if any(each is not optimizer._learning_rate for each in schedulers):
-        raise UsageError(
-            "scheduler: it is not the optimizer's; with Paddle, pass it to the optimizer as "
-            "learning_rate=, and not to the loop"
-        )
-    _check_extra(extra, {id(each) for each in model.parameters()})
 
 
 def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
@@ -78,7 +89,7 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
         if isinstance(thing, paddle.optimizer.Optimizer):
             raise UsageError(
                 f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "
-                f"gradients; {_ONE_OPTIMIZER}"
+                f"gradients; {_PASS_IT}"
             )
         if isinstance(thing, paddle.amp.GradScaler):
             raise UsageError(f"extra: {name!r} is a {kind}; pass it as scaler=")
@@ -87,7 +98,7 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
                 if not parameter.stop_gradient and id(parameter) not in known:
                     raise UsageError(
                         f"extra: {name!r} is a Layer with a trainable parameter ({path}) that is "
-                        f"not the model's. Is it trained? Then {_ONE_OPTIMIZER}. If not, freeze "
+                        f"not the model's. Is it trained? Then {_PASS_IT}. If not, freeze "
                         f"it: for p in {name}.parameters(): p.stop_gradient = True"
                     )
         for method in ("state_dict", "set_state_dict"):
@@ -95,18 +106,18 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
                 raise UsageError(f"extra: {name!r}, a {kind}, has no {method}; give it one")
 
 
-def unowned_parameters(model: Any, optimizer: Any) -> UnownedParameters:
-    """Return the watch over the model's trainable parameters that the optimizer does not have.
+def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
+    """Return the watch over the model's trainable parameters that no optimizer has.
 
     Checksums run at the speed of the memory, over such parameters only.
     """
     return UnownedParameters(
         model.named_parameters(),
-        lambda: {id(each) for each in optimizer_parameters(optimizer)},
+        lambda: {id(p) for each in optimizers for p in optimizer_parameters(each)},
         is_trained=lambda each: not each.stop_gradient,
         mark=_checksum,
         remedy=(
-            f"If it is trained, {_ONE_OPTIMIZER}. What the script sets by hand, the same on every "
+            f"If it is trained, {_PASS_IT}. What the script sets by hand, the same on every "
             f"trainer, is frozen before: stop_gradient = True"
         ),
     )

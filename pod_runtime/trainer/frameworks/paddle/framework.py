@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pod_runtime.trainer.frameworks.framework import Framework
+from paddle import nn
+
+from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
 from pod_runtime.trainer.frameworks.paddle.checks import (
     check_arguments,
     unowned_parameters,
@@ -13,6 +15,8 @@ from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers, traine
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState, terms_of
 from pod_runtime.trainer.frameworks.paddle.step import PaddleStep
+from pod_runtime.trainer.frameworks.plain_values import as_list
+from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 
 
 def paddle_framework(
@@ -27,7 +31,7 @@ def paddle_framework(
     on_host: bool | None = None,
     join_on_gpu: bool = False,
 ) -> Framework:
-    """Look at the model, its optimizer and this process's device; nothing is changed yet.
+    """Look at the models, their optimizers and this process's device; nothing is changed yet.
 
     Args:
         all_reduce: one of settings.ALL_REDUCE.
@@ -37,30 +41,49 @@ def paddle_framework(
     Raises:
         UsageError: the model cannot be trained elastically; the text says what to change.
     """
-    check_arguments(model, optimizer, schedulers, {} if extra is None else extra)
-    parameters = trained_parameters(model, optimizer)
+    models, optimizers = as_list(model) or [model], as_list(optimizer) or [optimizer]
+    check_arguments(models, optimizers, schedulers, {} if extra is None else extra, all_reduce)
+    model = _joined(model, models)
+    parameters, *_others = [trained_parameters(model, each) for each in optimizers]
     if on_host is None:
         on_host = bool(parameters[0].place.is_cpu_place())
     if scaler is not None and not scaler.is_enable():
         scaler = None
     group = PaddleGroup(join_on_gpu=join_on_gpu)
     buffers = ShardBuffers(model, on_host)
-    unowned = unowned_parameters(model, optimizer)
-    return Framework(
-        module=__name__,
-        terms=lambda: terms_of(model, optimizer, on_host=on_host),
-        group=group,
-        state=PaddleState(model, optimizer, buffers.own, unowned, scaler, extra or {}),
-        step=PaddleStep(
+    unowned = unowned_parameters(model, *optimizers)
+    parts = [
+        PaddleStep(
             model,
-            optimizer,
+            each,
             group,
             buffers,
             unowned,
             header_size=header_size,
             scaler=scaler,
+            is_alone=len(optimizers) == 1,
             all_reduce=all_reduce,
             on_host=on_host,
-        ),
+        )
+        for each in optimizers
+    ]
+    step: FrameworkStep = parts[0]
+    if len(parts) > 1:
+        step = SeveralOptimizers(
+            parts, group, lambda: group.world_size, buffers.loss, buffers.begin_step, scaler
+        )
+    return Framework(
+        module=__name__,
+        terms=lambda: terms_of(model, optimizers, on_host=on_host),
+        group=group,
+        state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),
+        step=step,
         data=PaddleData(),
     )
+
+
+def _joined(given: Any, models: Sequence[Any]) -> Any:
+    """Return several models as one, whose layers go by the name or the place of theirs."""
+    if isinstance(given, Mapping):
+        return nn.LayerDict(dict(zip(given, models, strict=True)))
+    return models[0] if len(models) == 1 else nn.LayerList(models)

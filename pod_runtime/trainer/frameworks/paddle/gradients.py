@@ -91,6 +91,16 @@ class StepLoss:
         part = loss if weight == 1.0 else loss * weight
         self.value = self._mine = part if self._mine is self._zero else self._mine + part
 
+    def fresh(self) -> "StepLoss":
+        """Return another one, of nothing yet."""
+        return StepLoss()
+
+    def replace(self, parts: "Sequence[StepLoss]") -> None:
+        """Be the sum of these."""
+        self.begin_step()
+        for each in parts:
+            self.add(each._mine, 1.0)
+
     def mine(self, contribute: bool) -> Any:
         """Return what this rank adds to the sum over all."""
         return self._mine if contribute else self._zero
@@ -186,8 +196,6 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     Raises:
         UsageError: the model cannot be trained in shards; the text says what to change.
     """
-    if isinstance(model, paddle.DataParallel):
-        raise UsageError("model: pass the bare model, not paddle.DataParallel: the loop reduces")
     for name, layer in model.named_sublayers(include_self=True):
         if isinstance(layer, nn.SyncBatchNorm):
             raise UsageError(
@@ -202,6 +210,11 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     known = {id(each) for each in optimizer_parameters(optimizer)}
     owned = [each for each in trained if id(each) in known]
     if not owned:
+        if known.intersection(id(each) for each in model.parameters()):
+            raise UsageError(
+                "optimizer: all of its parameters are frozen; unfreeze them before its turn, and "
+                "before the Loop"
+            )
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
     return owned
 

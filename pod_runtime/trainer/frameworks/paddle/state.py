@@ -6,7 +6,7 @@ model: `optimizer/features.0.weight.moment1`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ class PaddleState(BaseState):
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         buffers: OwnBuffers,
         unowned: UnownedParameters,
         scaler: Any | None,
@@ -42,8 +42,8 @@ class PaddleState(BaseState):
     ) -> None:
         super().__init__(
             tensors,
-            PaddleOptimizer(model, optimizer),
-            PaddleTraits(model, optimizer),
+            [PaddleOptimizer(model, each) for each in optimizers],
+            PaddleTraits(model, optimizers),
             buffers,
             unowned,
             scaler,
@@ -88,6 +88,11 @@ class PaddleOptimizer:
                     f"optimizer: its parameter {parameter.name} is not one of the model's; put "
                     f"all layers that are trained into one paddle.nn.Layer and pass that"
                 )
+
+    def owns(self, parameter: str) -> bool:
+        """Whether the optimizer has this one of the model's parameters."""
+        mine = optimizer_parameters(self._optimizer)
+        return any(self._structured[each.name] == parameter for each in mine)
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return accumulators and master weights, by "<parameter>.<what it is>"."""
@@ -241,8 +246,8 @@ def optimizer_parameters(optimizer: Any) -> list[Any]:
     return found
 
 
-def terms_of(model: Any, optimizer: Any, *, on_host: bool) -> dict[str, Any]:
-    """Return what has to be the same of a model and its optimizer on all ranks, as JSON types.
+def terms_of(model: Any, optimizers: Sequence[Any], *, on_host: bool) -> dict[str, Any]:
+    """Return what has to be the same of a model and its optimizers on all ranks, as JSON types.
 
     Values of parameters are not among it: all ranks begin with those of one.
     """
@@ -252,9 +257,13 @@ def terms_of(model: Any, optimizer: Any, *, on_host: bool) -> dict[str, Any]:
             for name, each in model.named_parameters()
         ],
         "optimizer": [
-            *_numbers_of(optimizer),
-            *_numbers_of(getattr(optimizer, "_grad_clip", None)),
-            type(getattr(optimizer, "_learning_rate", None)).__name__,
+            said
+            for optimizer in optimizers
+            for said in (
+                *_numbers_of(optimizer),
+                *_numbers_of(getattr(optimizer, "_grad_clip", None)),
+                type(getattr(optimizer, "_learning_rate", None)).__name__,
+            )
         ],
         "device": "CPU" if on_host else "GPU",
     }

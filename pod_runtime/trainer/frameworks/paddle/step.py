@@ -38,6 +38,7 @@ class PaddleStep:
         *,
         header_size: int,
         scaler: Any | None,
+        is_alone: bool = True,
         all_reduce: str,
         on_host: bool,
     ) -> None:
@@ -46,17 +47,20 @@ class PaddleStep:
             all_reduce: one of settings.ALL_REDUCE.
             on_host: how gradients are made flat.
         """
+        self.optimizers = [optimizer]
         self._model, self._optimizer = model, optimizer
+        self._updates_scaler = is_alone
         self._group, self._buffers, self._unowned = group, buffers, unowned
         self._scaler = scaler
         self._header_size, self._on_host = header_size, on_host
         self._hooks = Hooks() if all_reduce == "overlapped" else None
         self._reducer = self._make_reducer()
         self._exchange = self._make_exchange(trained_parameters(model, optimizer))
-        self._parameters = model.parameters()  # frozen ones, too
-        self._frozen = self._what_is_frozen()
         owned = {id(each) for each in optimizer_parameters(optimizer)}
-        self._marks = GradientMarks([p for p in self._parameters if id(p) in owned], on_host)
+        mine = [each for each in model.parameters() if id(each) in owned]  # frozen ones, too
+        self._marks = GradientMarks(mine, on_host)
+        self._parameters = model.parameters() if is_alone else mine
+        self._frozen = self._what_is_frozen()
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
         group.on_change, group.check_free = self._start_over, self._check_closed
 
@@ -67,7 +71,9 @@ class PaddleStep:
     def end_shard(self) -> None:
         self._buffers.end_shard()
 
-    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+    def backward(
+        self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()
+    ) -> None:
         self._marks.check()
         self._buffers.loss.add(loss, weight)
         if is_last and self._group.world_size > 1 and self._hooks is not None:
@@ -76,14 +82,19 @@ class PaddleStep:
             self._exchange.arm()
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
+        loss.backward(self._factor(loss, weight))
+        self._marks.note(for_update=is_last)
+
+    def _factor(self, loss: Any, weight: float) -> Any:
         key = (weight, loss.dtype, tuple(loss.shape))
         factor = self._weights.get(key)
         if factor is None:
             factor = self._weights[key] = paddle.full(loss.shape, weight, loss.dtype)
-        loss.backward(factor)
-        self._marks.note(for_update=is_last)
+        return factor
 
-    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+    def exchange(
+        self, header: Sequence[float], contribute: bool, of: Sequence[int] = ()
+    ) -> list[float]:
         if contribute:
             self._marks.check()
         if self._group.world_size == 1:
@@ -91,7 +102,34 @@ class PaddleStep:
         self._follow_frozen()
         return self._exchange.run(header, contribute, self._group.reduce)
 
-    def loss(self) -> Any:
+    def trained(self) -> list[Any]:
+        """Return the optimizer's parameters that are not frozen now."""
+        return [p for p in optimizer_parameters(self._optimizer) if not p.stop_gradient]
+
+    def check_gradients(self) -> None:
+        """See that gradients are as they were noted. Raises UsageError."""
+        self._marks.check()
+
+    def note_gradients(self, is_last: bool) -> None:
+        """Remember gradients as they are."""
+        self._marks.note(for_update=is_last)
+
+    def accumulate(self, loss: Any, weight: float, parameters: Sequence[Any]) -> None:
+        """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        found = paddle.grad(
+            [loss], list(parameters), grad_outputs=[self._factor(loss, weight)], allow_unused=True
+        )
+        for parameter, grad in zip(parameters, found, strict=True):
+            if grad is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad.add_(grad)
+
+    def loss(self, of: Sequence[int] = ()) -> Any:
         return self._buffers.loss.value
 
     def _follow_frozen(self) -> None:
@@ -144,7 +182,14 @@ class PaddleStep:
                 '(all_reduce="overlapped"): evaluate, freeze and unfreeze before or after that'
             )
 
-    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
+    def apply(
+        self,
+        *,
+        filled_shards: int,
+        lr_factor: float,
+        max_norm: float | None = None,
+        of: Sequence[int] = (),
+    ) -> None:
         if self._group.world_size > 1:
             self._exchange.put_back(filled_shards)
         else:
@@ -160,8 +205,12 @@ class PaddleStep:
                 self._optimizer.step()
             else:
                 self._scaler.step(self._optimizer)
-                self._scaler.update()
+                if self._updates_scaler:
+                    self._scaler.update()
         self.drop()
+
+    def end(self) -> None:
+        """All is done with the update."""
 
     def drop(self) -> None:
         if isinstance(self._exchange, OverlappedExchange):

@@ -1,6 +1,6 @@
 """What a script changes of a Paddle training besides tensors: of layers, optimizer, scheduler."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's re
 
 
 class PaddleTraits(BaseTraits):
-    """The traits of one model, its optimizer and that one's schedulers."""
+    """The traits of one model, its optimizers and their schedulers."""
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: Any, optimizers: Sequence[Any]) -> None:
+        self._optimizers = list(optimizers)
         super().__init__(model)
         # Most owners never change, and that is seen at once.
         self._quick = {
@@ -123,15 +123,20 @@ class PaddleTraits(BaseTraits):
         found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
         for name, parameter in self._model.named_parameters():
             found[f"parameter/{name}"] = parameter
-        optimizer = self._optimizer
-        found["optimizer"] = optimizer
+        for number, optimizer in enumerate(self._optimizers):
+            found |= self._owners_of(optimizer, f" {number}" if number else "")
+        return found
+
+    def _owners_of(self, optimizer: Any, number: str) -> dict[str, Any]:
+        """Return the objects of an optimizer; `number` sets it apart from the first one."""
+        found: dict[str, Any] = {f"optimizer{number}": optimizer}
         for name in ("_grad_clip", "regularization"):
             if hasattr(getattr(optimizer, name, None), "__dict__"):
-                found[f"optimizer/{name}"] = getattr(optimizer, name)
+                found[f"optimizer{number}/{name}"] = getattr(optimizer, name)
         for index, group in enumerate(getattr(optimizer, "_param_groups", None) or []):
             if isinstance(group, dict):
-                found[f"optimizer/group {index}"] = group
-        scheduler, path = optimizer._learning_rate, "scheduler"
+                found[f"optimizer{number}/group {index}"] = group
+        scheduler, path = optimizer._learning_rate, f"scheduler{number}"
         while isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
             found[path] = scheduler
             inner = getattr(scheduler, "learning_rate", None)  # of a LinearWarmup
@@ -147,7 +152,7 @@ class PaddleTraits(BaseTraits):
                 "learning_rate": thing.optimize_attr.get("learning_rate"),
             }
         skipped = _OF_LAYERS if kind == "layer" else _OF_OPTIMIZERS
-        if kind == "scheduler":
+        if kind.startswith("scheduler"):
             thing.state_keys()
             skipped = _OF_SCHEDULERS.union(thing.keys)
         found = {
@@ -169,11 +174,17 @@ class PaddleTraits(BaseTraits):
 
     def _read_structure(self) -> dict[str, Any]:
         found = super()._read_structure()
-        optimizer = self._optimizer
-        found["the optimizer's grad_clip"] = type(getattr(optimizer, "_grad_clip", None))
-        found["the optimizer's weight decay"] = type(getattr(optimizer, "regularization", None))
-        found["the optimizer's scheduler"] = type(optimizer._learning_rate)
-        found["the optimizer's parameters"] = [
+        for number, optimizer in enumerate(self._optimizers):
+            found |= self._structure_of(optimizer, f" {number}" if number else "")
+        return found
+
+    def _structure_of(self, optimizer: Any, number: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        who = f"the optimizer{number}'s"
+        found[f"{who} grad_clip"] = type(getattr(optimizer, "_grad_clip", None))
+        found[f"{who} weight decay"] = type(getattr(optimizer, "regularization", None))
+        found[f"{who} scheduler"] = type(optimizer._learning_rate)
+        found[f"{who} parameters"] = [
             len(each["params"]) if isinstance(each, dict) else 1
             for each in getattr(optimizer, "_param_groups", None) or []
         ]

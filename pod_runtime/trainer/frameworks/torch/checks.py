@@ -7,52 +7,41 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters, check_disjoint
 
-_ONE_OPTIMIZER = (
-    "the loop steps one optimizer: put all layers that are trained into one torch.nn.Module (a "
-    "ModuleList), and give one optimizer groups of parameters: "
-    "Adam([{'params': a.parameters()}, {'params': b.parameters(), 'lr': 0.1}]). Optimizers that "
-    "take turns, as in a GAN, are not supported"
-)
+_PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def check_arguments(
-    model: Any,
-    optimizer: Any,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
     schedulers: Sequence[Any],
     extra: Mapping[str, Any],
     all_reduce: str,
 ) -> None:
-    """Check that these are one model, one optimizer, its schedulers, and objects that do not train.
+    """Check that these are models, optimizers, their schedulers, and objects that do not train.
 
     Raises:
         UsageError: they are not; the text says what to pass.
     """
-    if type(model).__name__ in _WRAPPERS:
-        raise UsageError(
-            f"model: pass the bare model, not {type(model).__name__}: the loop sums gradients"
-        )
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model: expected one torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"optimizer: expected one torch.optim.Optimizer, got a {type(optimizer).__name__}; "
-            f"{_ONE_OPTIMIZER}"
-        )
-    if type(optimizer).__name__ == "LBFGS":
-        raise UsageError(
-            "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
-            "optimizers that take the gradients as they are"
-        )
+    for model in models:
+        if type(model).__name__ in _WRAPPERS:
+            raise UsageError(
+                f"model: pass the bare model, not {type(model).__name__}: the loop sums gradients"
+            )
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for optimizer in optimizers:
+        _check_optimizer(optimizer)
+    check_disjoint([owned_parameters(each) for each in optimizers])
     if all_reduce != "flat":
         raise UsageError(
             f"all_reduce: {all_reduce!r} is not there for PyTorch; leave it out ('flat')"
         )
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "state_dict", None)) or (
-            getattr(scheduler, "optimizer", None) is not optimizer
+            all(getattr(scheduler, "optimizer", None) is not each for each in optimizers)
         ):
             raise UsageError(
                 f"scheduler: expected a scheduler of the loop's optimizer, got a "
@@ -60,9 +49,22 @@ def check_arguments(
             )
     if not isinstance(extra, Mapping):
         raise UsageError(f"extra: expected a dict of objects, got {type(extra).__name__}")
-    known = {id(each) for each in model.parameters()}
+    known = {id(each) for model in models for each in model.parameters()}
     for name, thing in extra.items():
         _check_extra(name, thing, known)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer: expected one torch.optim.Optimizer, got a {type(optimizer).__name__}; "
+            f"{_PASS_IT}"
+        )
+    if type(optimizer).__name__ == "LBFGS":
+        raise UsageError(
+            "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
+            "optimizers that take the gradients as they are"
+        )
 
 
 def _check_extra(name: str, thing: Any, known: set[int]) -> None:
@@ -70,7 +72,7 @@ def _check_extra(name: str, thing: Any, known: set[int]) -> None:
     if isinstance(thing, torch.optim.Optimizer):
         raise UsageError(
             f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "
-            f"gradients; {_ONE_OPTIMIZER}"
+            f"gradients; {_PASS_IT}"
         )
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         raise UsageError(f"extra: {name!r} is a {kind}; pass it as scheduler=")
@@ -81,7 +83,7 @@ def _check_extra(name: str, thing: Any, known: set[int]) -> None:
             if parameter.requires_grad and id(parameter) not in known:
                 raise UsageError(
                     f"extra: {name!r} is a Module with a trainable parameter ({path}) that is not "
-                    f"the model's. Is it trained? Then {_ONE_OPTIMIZER}. If not, freeze it: "
+                    f"the model's. Is it trained? Then {_PASS_IT}. If not, freeze it: "
                     f"{name}.requires_grad_(False)"
                 )
     for method in ("state_dict", "load_state_dict"):
@@ -120,15 +122,20 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     known = owned_parameters(optimizer)
     owned = [each for each in trained if id(each) in known]
     if not owned:
+        if known.intersection(id(each) for each in model.parameters()):
+            raise UsageError(
+                "optimizer: all of its parameters are frozen; unfreeze them before its turn, and "
+                "before the Loop"
+            )
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
     return owned
 
 
-def unowned_parameters(model: Any, optimizer: Any) -> UnownedParameters:
-    """Return the watch over the model's trainable parameters that the optimizer does not have."""
+def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
+    """Return the watch over the model's trainable parameters that no optimizer has."""
     return UnownedParameters(
         model.named_parameters(),
-        lambda: owned_parameters(optimizer),
+        lambda: set().union(*(owned_parameters(each) for each in optimizers)),
         is_trained=lambda each: each.requires_grad,
         # PyTorch counts changes in place; another tensor is seen by its place.
         mark=lambda each: (each._version, each.data_ptr(), float(each.detach().sum())),

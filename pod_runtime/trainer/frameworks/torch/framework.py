@@ -3,7 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pod_runtime.trainer.frameworks.framework import Framework
+from torch import nn
+
+from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
+from pod_runtime.trainer.frameworks.plain_values import as_list
+from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 from pod_runtime.trainer.frameworks.torch.checks import (
     check_arguments,
     trained_parameters,
@@ -27,7 +31,7 @@ def torch_framework(
     all_reduce: str = "flat",
     join_on_gpu: bool = False,
 ) -> Framework:
-    """Look at the model, its optimizer and their device; nothing is changed yet.
+    """Look at the models, their optimizers and the device; nothing is changed yet.
 
     Args:
         all_reduce: "flat"; "overlapped" is not there for PyTorch.
@@ -36,28 +40,55 @@ def torch_framework(
     Raises:
         UsageError: the model cannot be trained elastically; the text says what to change.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    check_arguments(model, optimizer, schedulers, extra or {}, all_reduce)
-    device = trained_parameters(model, optimizer)[0].device
+    models, optimizers = (
+        [_bare(each) for each in as_list(model) or [model]],
+        as_list(optimizer) or [optimizer],
+    )
+    check_arguments(models, optimizers, schedulers, extra or {}, all_reduce)
+    model = _joined(model, models)
+    first, *_others = [trained_parameters(model, each) for each in optimizers]
+    device = first[0].device
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     group = TorchGroup(device)
     buffers = TorchShardBuffers(model)
-    unowned = unowned_parameters(model, optimizer)
-    return Framework(
-        module=__name__,
-        terms=lambda: terms_of(model, optimizer, device),
-        group=group,
-        state=TorchState(model, optimizer, schedulers, buffers.own, unowned, scaler, extra or {}),
-        step=TorchStep(
+    unowned = unowned_parameters(model, *optimizers)
+    parts = [
+        TorchStep(
             model,
-            optimizer,
+            each,
             group,
             buffers,
             unowned,
             header_size=header_size,
-            schedulers=schedulers,
+            schedulers=[one for one in schedulers if one.optimizer is each],
             scaler=scaler,
-        ),
+            is_alone=len(optimizers) == 1,
+        )
+        for each in optimizers
+    ]
+    step: FrameworkStep = parts[0]
+    if len(parts) > 1:
+        step = SeveralOptimizers(
+            parts, group, lambda: group.world_size, buffers.loss, buffers.begin_step, scaler
+        )
+    return Framework(
+        module=__name__,
+        terms=lambda: terms_of(model, optimizers, device),
+        group=group,
+        state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),
+        step=step,
         data=TorchData(device),
     )
+
+
+def _bare(model: Any) -> Any:
+    """Return what torch.compile has wrapped."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _joined(given: Any, models: Sequence[Any]) -> Any:
+    """Return several models as one, whose layers go by the name or the place of theirs."""
+    if isinstance(given, Mapping):
+        return nn.ModuleDict(dict(zip(given, models, strict=True)))
+    return models[0] if len(models) == 1 else nn.ModuleList(models)

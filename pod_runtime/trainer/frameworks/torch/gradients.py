@@ -136,6 +136,16 @@ class TorchStepLoss:
         part = loss if weight == 1.0 else loss * weight
         self.value = self._mine = part if self._mine is self._zero else self._mine + part
 
+    def fresh(self) -> "TorchStepLoss":
+        """Return another one, of nothing yet."""
+        return TorchStepLoss(self._zero.device)
+
+    def replace(self, parts: "Sequence[TorchStepLoss]") -> None:
+        """Be the sum of these."""
+        self.begin_step()
+        for each in parts:
+            self.add(each._mine, 1.0)
+
     def mine(self, contribute: bool) -> Any:
         """Return what this rank adds to the sum over all."""
         return self._mine if contribute else self._zero

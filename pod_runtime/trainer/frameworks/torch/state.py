@@ -28,7 +28,7 @@ class TorchState(BaseState):
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         buffers: OwnBuffers,
         unowned: UnownedParameters,
@@ -37,7 +37,10 @@ class TorchState(BaseState):
     ) -> None:
         super().__init__(
             tensors,
-            TorchOptimizer(model, optimizer, schedulers),
+            [
+                TorchOptimizer(model, each, [one for one in schedulers if one.optimizer is each])
+                for each in optimizers
+            ],
             TorchTraits(model),
             buffers,
             unowned,
@@ -87,6 +90,10 @@ class TorchOptimizer:
                         f"the model's; put all layers that are trained into one torch.nn.Module "
                         f"and pass that"
                     )
+
+    def owns(self, parameter: str) -> bool:
+        """Whether the optimizer has this one of the model's parameters."""
+        return any(name == parameter for name, _parameter in self._parameters())
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return what it keeps of parameters, by "<parameter>.<what it is>"."""
@@ -170,8 +177,8 @@ class TorchOptimizer:
         }
 
 
-def terms_of(model: Any, optimizer: Any, device: Any) -> dict[str, Any]:
-    """Return what has to be the same of a model and its optimizer on all ranks, as JSON types.
+def terms_of(model: Any, optimizers: Sequence[Any], device: Any) -> dict[str, Any]:
+    """Return what has to be the same of a model and its optimizers on all ranks, as JSON types.
 
     Values of parameters are not among it: all ranks begin with those of one. Nor is what a
     scheduler may have changed since the start.
@@ -181,13 +188,17 @@ def terms_of(model: Any, optimizer: Any, device: Any) -> dict[str, Any]:
             f"{name} {dtype_name(each)} {list(each.shape)}" + " frozen" * (not each.requires_grad)
             for name, each in model.named_parameters()
         ],
-        "optimizer": [
-            type(optimizer).__name__,
-            *(f"{name}={value!r}" for name, value in sorted(optimizer.defaults.items())),
-            *(f"group of {len(group['params'])}" for group in optimizer.param_groups),
-        ],
+        "optimizer": [said for each in optimizers for said in _numbers_of(each)],
         "device": "CPU" if device.type == "cpu" else "GPU",
     }
+
+
+def _numbers_of(optimizer: Any) -> list[str]:
+    return [
+        type(optimizer).__name__,
+        *(f"{name}={value!r}" for name, value in sorted(optimizer.defaults.items())),
+        *(f"group of {len(group['params'])}" for group in optimizer.param_groups),
+    ]
 
 
 def _is_same_kind(live: Any, spec: StateTensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from pod_runtime.trainer.frameworks.torch.checks import (
     SchedulerCheck,
     TorchGradientMarks,
+    owned_parameters,
     trained_parameters,
 )
 from pod_runtime.trainer.frameworks.torch.gradients import TorchGradientExchange, TorchShardBuffers
@@ -30,13 +31,15 @@ class TorchStep:
         header_size: int,
         schedulers: Sequence[Any],
         scaler: Any | None,
+        is_alone: bool = True,
     ) -> None:
+        self.optimizers = [optimizer]
         self._model, self._optimizer = model, optimizer
+        self._updates_scaler = is_alone
         self._group, self._buffers, self._unowned = group, buffers, unowned
         self._scaler, self._header_size = scaler, header_size
-        self._parameters = list(model.parameters())  # frozen ones, too
-        self._frozen = self._what_is_frozen()
         self._exchange = self._make_exchange()
+        self._frozen = self._what_is_frozen()
         self._marks = TorchGradientMarks(model, optimizer)
         self._scheduler_check = SchedulerCheck(optimizer, schedulers)
 
@@ -47,7 +50,9 @@ class TorchStep:
     def end_shard(self) -> None:
         self._buffers.end_shard()
 
-    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+    def backward(
+        self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()
+    ) -> None:
         self._marks.check()
         self._buffers.loss.add(loss, weight)
         if self._scaler is not None:
@@ -55,29 +60,59 @@ class TorchStep:
         loss.backward(torch.full_like(loss, weight))
         self._marks.note()
 
-    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+    def exchange(
+        self, header: Sequence[float], contribute: bool, of: Sequence[int] = ()
+    ) -> list[float]:
         if contribute:
             self._marks.check()
         if self._group.world_size == 1:
             return [float(value) for value in header]
         frozen = self._what_is_frozen()
         if frozen != self._frozen:  # a script may unfreeze layers as the training goes on
-            self._frozen = frozen
             self._exchange = self._make_exchange()
+            self._frozen = self._what_is_frozen()
         return self._exchange.run(header, contribute, self._group.reduce)
 
-    def loss(self) -> Any:
+    def trained(self) -> list[Any]:
+        """Return the optimizer's parameters that are not frozen now."""
+        groups = self._optimizer.param_groups
+        return [p for each in groups for p in each["params"] if p.requires_grad]
+
+    def check_gradients(self) -> None:
+        """See that gradients are as they were noted. Raises UsageError."""
+        self._marks.check()
+
+    def note_gradients(self, is_last: bool) -> None:
+        """Remember gradients as they are."""
+        self._marks.note()
+
+    def accumulate(self, loss: Any, weight: float, parameters: Sequence[Any]) -> None:
+        """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward(torch.full_like(loss, weight), inputs=list(parameters))
+
+    def loss(self, of: Sequence[int] = ()) -> Any:
         return self._buffers.loss.value
 
     def _make_exchange(self) -> TorchGradientExchange:
         parameters = trained_parameters(self._model, self._optimizer)
+        known = owned_parameters(self._optimizer)
+        self._owned = [each for each in self._model.parameters() if id(each) in known]
         return TorchGradientExchange(parameters, self._buffers, self._header_size)
 
     def _what_is_frozen(self) -> list[bool | int]:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        return [*(each.requires_grad for each in self._parameters), count]
+        return [*(each.requires_grad for each in self._owned), count]
 
-    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
+    def apply(
+        self,
+        *,
+        filled_shards: int,
+        lr_factor: float,
+        max_norm: float | None = None,
+        of: Sequence[int] = (),
+    ) -> None:
         self._scheduler_check.check()
         if self._group.world_size > 1:
             self._exchange.put_back(filled_shards)
@@ -93,8 +128,12 @@ class TorchStep:
                 self._optimizer.step()
             else:
                 self._scaler.step(self._optimizer)
-                self._scaler.update()
+                if self._updates_scaler:
+                    self._scaler.update()
         self.drop()
+
+    def end(self) -> None:
+        """All is done with the update."""
 
     def drop(self) -> None:
         self._marks.forget()

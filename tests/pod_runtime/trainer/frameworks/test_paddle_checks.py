@@ -82,14 +82,10 @@ class LookAhead(paddle.optimizer.SGD):
     ("arguments", "text"),
     [
         (
-            lambda one, two, both: {"model": [one, two]},
-            r"model: expected one paddle.nn.Layer, got a list; .*LayerList\(\[encoder, decoder\]\)",
+            lambda one, two, both: {"model": [one, "two"]},
+            "model: expected a .*Layer, got s",
         ),
-        (lambda one, two, both: {"model": {"a": one}}, "got a dict; put the layers into one"),
-        (
-            lambda one, two, both: {"optimizer": [adam(one), adam(two)]},
-            "optimizer: expected one .*, got a list; the loop steps one optimizer.*groups.*GAN",
-        ),
+        (lambda one, two, both: {"optimizer": [adam(one), None]}, "optimizer: expected .*NoneType"),
         (
             lambda one, two, both: {"optimizer": LookAhead(adam(both))},
             "optimizer: LookAhead holds a Adam, whose state would be lost",
@@ -102,7 +98,7 @@ class LookAhead(paddle.optimizer.SGD):
         ),
         (
             lambda one, two, both: {"extra": {"optG": adam(two)}},
-            r"extra: 'optG' is an optimizer \(Adam\).*the loop steps one optimizer",
+            r"extra: 'optG' is an optimizer \(Adam\).*Loop\(\[a, b\], \[optimizer_a",
         ),
         (
             lambda one, two, both: {"model": one, "optimizer": adam(one), "extra": {"netG": two}},
@@ -156,7 +152,7 @@ def test_a_second_optimizer_is_refused_as_soon_as_it_steps(where):
     one, two, both = networks()
     other = adam(two)
     hook: dict[str, Any] = {where: lambda _: other.step()}
-    with pytest.raises(elastic.UsageError, match=r"model: 1\.weight has changed.*one optimizer"):
+    with pytest.raises(elastic.UsageError, match=r"model: 1\.weight has changed.*pass all models"):
         train(both, adam(one), forward=lambda x: two(one(x)), **hook)
 
 

@@ -445,7 +445,7 @@ def frozen() -> Any:
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 has sparse gradients"),
         (frozen, "none of its parameters is trained"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "pass the bare model, not DataParallel"),
-        (lambda: [nn.Linear(2, 2)], "model: expected one torch.nn.Module, got list"),
+        (lambda: [nn.Linear(2, 2), "b"], "model: expected a torch.nn.Module, got str"),
         (lazy, "has no parameters before its first batch"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_large_model_in_evaluation_mode_takes_few_words():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
     model[7].eval()  # so it is built
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    traits = PaddleTraits(model, optimizer)
+    traits = PaddleTraits(model, [optimizer])
     model.eval()
     model[3].train()
     model[4].note = 1
@@ -156,7 +156,7 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
         rate = paddle.optimizer.lr.LinearWarmup(0.1, 2, 0.0, 0.1)
         given_rate = 0.1 if name == "Rprop" else rate  # it takes no scheduler
         optimizer = getattr(paddle.optimizer, name)(given_rate, parameters=given)
-        traits = PaddleTraits(model, optimizer)
+        traits = PaddleTraits(model, [optimizer])
         assert traits.uncarried_changes() == []
         for _ in range(3):
             value = model[0](paddle.randn([6, 4])).reshape([6, 8, 1, 1])
@@ -173,7 +173,7 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
         nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
     )
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    traits = PaddleTraits(model, optimizer)
+    traits = PaddleTraits(model, [optimizer])
     assert traits.uncarried_changes() == []
     for _ in range(2):
         model(paddle.ones([2, 4])).mean().backward()
@@ -189,7 +189,7 @@ def test_what_no_state_can_carry_is_named_once():
     model, optimizer = build()
     model.register_buffer("center", paddle.zeros([3]), persistable=False)
     model.cache = paddle.zeros([2])
-    traits = PaddleTraits(model, optimizer)
+    traits = PaddleTraits(model, [optimizer])
     model.head.register_forward_post_hook(lambda *_: None)  # before the loop: in every process
     assert traits.uncarried_changes() == []
     assert traits.uncarried_changes() == []
@@ -255,7 +255,7 @@ def test_what_a_layer_says_of_a_tensor_that_no_state_has_is_not_carried_without_
 
 def test_what_a_script_sets_on_a_layer_that_notes_its_newest_tensors_is_carried():
     model = Table()
-    traits = PaddleTraits(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()))
+    traits = PaddleTraits(model, [paddle.optimizer.SGD(0.1, parameters=model.parameters())])
     for _ in range(4):
         model.newest = paddle.zeros([2])
         model.length = 5

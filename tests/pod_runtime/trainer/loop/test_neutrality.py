@@ -81,10 +81,14 @@ needs_torch = pytest.mark.skipif(
 
 
 def case(name: str, script: str, worlds: tuple[int, ...], *, overlaps: bool, asks: bool) -> Any:
-    """One story: Paddle's short ones are told in each run, and PyTorch's *replace*."""
-    is_short = worlds == THREE_CHANGES and (script == "towers.py" or name == "replace")
+    """One story: Paddle's short ones are told in each run, and PyTorch's *replace*.
+
+    Of those with two optimizers that take turns, PyTorch's *replace* is.
+    """
+    is_usual = script == "towers.py" or (name == "replace" and script != "gan.py")
+    is_short = worlds == THREE_CHANGES and is_usual
     marks = [] if is_short else [pytest.mark.slow]
-    if script == "towers_torch.py":
+    if script.endswith("_torch.py"):
         marks.append(needs_torch)
     return pytest.param(script, worlds, overlaps, asks, marks=marks, id=f"{script[:-3]}, {name}")
 
@@ -94,7 +98,7 @@ def case(name: str, script: str, worlds: tuple[int, ...], *, overlaps: bool, ask
     ("script", "worlds", "overlaps", "asks"),
     [
         case(f"{name}{length}", script, worlds, overlaps=overlaps, asks=asks)
-        for script in ("towers.py", "towers_torch.py")
+        for script in ("towers.py", "towers_torch.py", "gan.py", "gan_torch.py")
         for length, worlds in (("", THREE_CHANGES), (", long", SIX_CHANGES))
         for name, overlaps, asks in (
             ("drain", False, True),
@@ -147,6 +151,36 @@ def test_changes_do_not_change_what_is_trained(
     assert distance(expected, wrong, "noisy") > TOLERANCE
 
 
+@needs_torch
+@pytest.mark.timeout(600)
+def test_a_crash_between_two_updates_of_a_step_undoes_the_first(launch):
+    """Nobody takes the state of the survivor, which is between two committed ones, for a state."""
+    expected = train_alone(launch("gan_torch.py", 4, "alone"))
+    job = launch("gan_torch.py", 4, "crashed")
+    stage = job.start(2, "--out", str(job.folder), "--dies_at", "10")
+    stage.go()
+    assert stage.codes() == [75, -9], stage.logs()
+    assert job.newest() == (1, 9), "the newest snapshot; ten steps are committed"
+    again = job.start(2, "--out", str(job.folder), restore_from=job.newest())
+    again.go()
+    assert again.codes() == [0, 0], again.logs()
+    found = dict(np.load(job.folder / "final.npz"))
+    assert distance(expected, found, "plain") <= TOLERANCE
+    assert distance(expected, found, "noisy") <= TOLERANCE
+    assert verify([str(job.run_dir)]) == 0
+
+
+@needs_torch
+@pytest.mark.timeout(300)
+def test_trainers_that_update_different_optimizers_end_with_the_reason(launch):
+    job = launch("gan_torch.py", 4)
+    stage = job.start(2, "--out", str(job.folder), "--differs_at", "4")
+    stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    for trainer in stage.trainers:
+        assert "do not update the same optimizers" in trainer.log.read_text()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]
@@ -181,11 +215,20 @@ def test_shares_of_data_parallel_training_count_each_sample_once_with_its_weight
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("all_reduce", ["flat", pytest.param("overlapped", marks=pytest.mark.slow)])
-def test_trainers_that_stay_and_trainers_that_join_train_the_same(launch, all_reduce: str):
+@pytest.mark.parametrize(
+    ("script", "all_reduce"),
+    [
+        ("towers.py", "flat"),
+        pytest.param("towers.py", "overlapped", marks=pytest.mark.slow),
+        pytest.param("gan.py", "flat", marks=pytest.mark.slow),
+    ],
+)
+def test_trainers_that_stay_and_trainers_that_join_train_the_same(
+    launch, script: str, all_reduce: str
+):
     """From one to three, and on with two of them, whose ranks change places."""
-    expected = train_alone(launch("towers.py", 4, "alone"))
-    job = launch("towers.py", 4, "joined")
+    expected = train_alone(launch(script, 4, "alone"))
+    job = launch(script, 4, "joined")
     hurry = job.folder / "hurry"
     out = ("--out", str(job.folder), "--all_reduce", all_reduce, "--hurry", str(hurry))
     stage = job.start(1, *out, "--step_s", "1")

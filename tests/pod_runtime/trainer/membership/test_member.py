@@ -19,7 +19,7 @@ class Group:
         self.peers = list(peers)
         self.exchanged: list[tuple[list[float], bool]] = []
 
-    def exchange(self, header: list[float], contribute: bool) -> list[float]:
+    def exchange(self, header: list[float], contribute: bool, of: Any = ()) -> list[float]:
         self.exchanged.append((list(header), contribute))
         return [mine + theirs for mine, theirs in zip(header, self.peers.pop(0), strict=True)]
 

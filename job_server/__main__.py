@@ -1,5 +1,10 @@
 """Run the job server (`python -m job_server`)."""
 
+if __name__ == "__main__":  # before anything is imported that has a lock or a socket
+    from gevent import monkey
+
+    monkey.patch_all()
+
 import logging
 import os
 import sys
@@ -14,7 +19,7 @@ from job_server.server.app import create_app
 from job_server.server.config import ServerConfig, read_config
 from job_server.server.guard import Guard
 from job_server.server.hearing import OwnHeartbeat
-from job_server.server.http_server import WaitressServer
+from job_server.server.http_server import HttpServer
 from job_server.server.service import JobService
 from job_server.server.store import Store
 
@@ -53,7 +58,7 @@ def _serve(config: ServerConfig) -> int:
     try:
         guard = Guard(token=config.token, insecure_legacy=config.insecure_legacy)
         app = create_app(service, guard)
-        server = WaitressServer(
+        server = HttpServer(
             app, bind=config.bind, port=config.port, max_watchers=config.max_watchers
         )
         service.start()

@@ -27,10 +27,11 @@ from job_server.jobs.events import (
     StopAsked,
 )
 from job_server.server.guard import Guard
+from job_server.server.http_server import HUNG_UP
 from job_server.server.openapi import build_openapi
 from job_server.server.page import page_context
 from job_server.server.page_login import COOKIE_S, LINK_S, cookie_name
-from job_server.server.polls import JsonReply
+from job_server.server.polls import JsonReply, hung_up
 from job_server.server.service import JobService
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,8 @@ def _view(route: Route[Any], handler: Handler) -> Callable[..., Response]:
     """Return the handler as Flask calls it."""
 
     def view(**ids: str) -> Response:
+        if HUNG_UP in request.environ:
+            hung_up.set(request.environ[HUNG_UP])
         args: list[object] = [ids[name] for name in route.ids]
         if route.body is not None:
             args.append(from_json(route.body, request.get_data(cache=False)))

@@ -149,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global", help="of the batch")
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings, 40 errors")
-    add("--max_watchers", type=int, default=600, help="requests that may wait for news at once")
+    add("--max_watchers", type=int, default=1500, help="requests that may wait for news at once")
     return parser
 
 

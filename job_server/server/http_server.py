@@ -1,100 +1,175 @@
-"""Run waitress for many long polls: one process, one thread for each request that waits."""
+"""Serve HTTP with gevent: a connection, and a poll that waits on it, cost a greenlet each.
+
+Threads of the server are greenlets as well, once `gevent.monkey.patch_all()` has been called.
+"""
 
 import errno
+import io
 import logging
+import resource
 import signal
 import socket
-import types
 from collections.abc import Callable
+from typing import Any
 
+import gevent
 from flask import Flask
-from waitress.channel import HTTPChannel
-from waitress.server import create_server
-from waitress.task import ErrorTask
+from gevent import monkey
+from gevent.pywsgi import WSGIHandler, WSGIServer
 
 from job_server.api.codec import to_json
 from job_server.api.errors import ConfigError
 from job_server.api.wire import MAX_BODY_BYTES
 
-RESERVE_THREADS = 32  # for requests that do not wait
+IDLE_S = 180.0  # between two requests, above the longest poll: idle connections stay usable
+REQUEST_S = 10.0  # for a request to come; and for the first of a connection to begin
+LAST_ANSWERS_S = 2.0  # for the answers to who waits when the server ends
+OTHER_FILES = 200  # descriptors for users' connections, the database, the log
+HUNG_UP = "edl.hung_up"  # in the environment of a request: says whether its client is gone
 _SLACK_BYTES = 64 * 1024
 
-
-class _JsonErrorTask(ErrorTask):  # type: ignore[misc]  # waitress has no types
-    """Answers as JSON what waitress itself refuses (no HTTP, too large)."""
-
-    def execute(self) -> None:
-        error = self.request.error
-        body = to_json({"error": f"{error.reason}: {error.body}"})
-        self.status = f"{error.code} {error.reason}"
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.response_headers.append(("Content-Length", str(len(body))))
-        self.response_headers.append(("Content-Type", "application/json"))
-        self.write(body)
+logger = logging.getLogger(__name__)
 
 
-class _Channel(HTTPChannel):  # type: ignore[misc]  # waitress has no types
-    error_task_class = _JsonErrorTask
+class _SlowRequestError(OSError):
+    """A request did not come in time."""
 
 
-class WaitressServer:
+class _TooLongRequestError(ValueError):
+    """Its body is longer than any that the server reads."""
+
+
+class _Handler(WSGIHandler):  # type: ignore[misc]  # gevent has no types
+    """One connection. What is not HTTP, too long or too slow is refused, as JSON."""
+
+    _idle_s = REQUEST_S
+
+    def read_requestline(self) -> str:
+        with gevent.Timeout(self._idle_s, _SlowRequestError("nothing came")):
+            self.rfile.peek(1)
+        with gevent.Timeout(REQUEST_S, _SlowRequestError("the request line is slow")):
+            return str(super().read_requestline())
+
+    def read_request(self, raw_requestline: str) -> bool:
+        with gevent.Timeout(REQUEST_S, _SlowRequestError("the headers are slow")):
+            found = bool(super().read_request(raw_requestline))
+        if (self.content_length or 0) > MAX_BODY_BYTES + _SLACK_BYTES:
+            raise _TooLongRequestError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+        return found
+
+    def get_environ(self) -> dict[str, Any]:
+        environ: dict[str, Any] = super().get_environ()
+        with gevent.Timeout(REQUEST_S, _SlowRequestError("the body is slow")):
+            body = self.wsgi_input.read(MAX_BODY_BYTES + _SLACK_BYTES + 1)
+        if len(body) > MAX_BODY_BYTES + _SLACK_BYTES:  # it did not say its length
+            raise _TooLongRequestError("too long a body")
+        environ["wsgi.input"] = io.BytesIO(body)
+        environ[HUNG_UP] = self._hung_up
+        return environ
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except (_SlowRequestError, _TooLongRequestError) as error:
+            self.log_error("%s", error)
+
+    def handle_one_response(self) -> None:
+        self.server.answering += 1
+        try:
+            super().handle_one_response()
+        finally:
+            self.server.answering -= 1
+        if self.code is not None and 200 <= self.code < 300:
+            self._idle_s = IDLE_S  # it is no stranger
+
+    def log_error(self, msg: str, *args: object) -> None:
+        logger.info(msg, *args)
+
+    def _handle_client_error(self, ex: Exception) -> tuple[str, bytes]:
+        text = {
+            _SlowRequestError: "408 Request Timeout",
+            _TooLongRequestError: "413 Content Too Large",
+        }
+        status = text.get(type(ex), "400 Bad Request")
+        body = to_json({"error": f"{status}: {ex}"[:1000]})
+        head = (
+            f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return status.split()[0], head.encode() + body
+
+    def _hung_up(self) -> bool:
+        try:
+            peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
+            return bool(self.socket._sock.recv(1, peek) == b"")
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class _Server(WSGIServer):  # type: ignore[misc]  # gevent has no types
+    answering = 0  # requests that the application has and has not answered
+
+
+class HttpServer:
     """A listening server; run() serves until SIGTERM or SIGINT."""
 
     def __init__(self, app: Flask, *, bind: str, port: int, max_watchers: int) -> None:
         """Bind and listen.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or there are too few descriptors.
         """
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # bursts are expected
+        # Each client and each launcher has two connections, and one of them polls.
+        _allow_files(2 * max_watchers + OTHER_FILES, max_watchers)
         sock = _listen(bind, port)
         self.port: int = sock.getsockname()[1]
-        try:
-            self._server = create_server(
-                app,
-                sockets=[sock],
-                threads=max_watchers + RESERVE_THREADS,
-                connection_limit=2 * max_watchers + 200,
-                channel_timeout=180,  # above the longest poll: idle connections stay usable
-                backlog=1024,
-                asyncore_use_poll=True,
-                max_request_body_size=MAX_BODY_BYTES + _SLACK_BYTES,
-                ident=None,
-                _start=False,
-            )
-        except RuntimeError as error:
-            sock.close()
-            raise ConfigError(
-                f"--max_watchers: {max_watchers} need as many threads, which this machine does "
-                f"not give ({error}); give fewer, or raise the limit of processes"
-            ) from None
-        self._server.channel_class = _Channel
-        self._server.accept_connections()
+        names = {"SERVER_NAME": bind, "wsgi.multithread": True}  # or gevent asks the DNS for it
+        self._server = _Server(
+            sock, app, log=None, error_log=logger, handler_class=_Handler, environ=names
+        )
 
     def run(self, on_stop: Callable[[], None]) -> None:
-        """Serve in the main thread. `on_stop`, called at a signal, answers waiting polls."""
+        """Serve until a signal. `on_stop`, called then, answers waiting polls."""
+        assert monkey.is_module_patched("threading"), "run it as `python -m job_server`"
 
-        def stop(_signum: int, _frame: types.FrameType | None) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        def stop() -> None:
             on_stop()
-            raise SystemExit(0)
+            with gevent.Timeout(LAST_ANSWERS_S, False):
+                while self._server.answering:
+                    gevent.sleep(0.01)
+            self._server.stop()
 
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
-        self._server.run()
-        self._server.close()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            gevent.signal_handler(signum, stop)
+        self._server.serve_forever()
+
+
+def _allow_files(count: int, max_watchers: int) -> None:
+    """Raise this process's limit of open files, which many systems set to 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise ConfigError(
+            f"--max_watchers: {max_watchers} need {count} open files, and this process may have "
+            f"{hard}; give fewer, or raise the limit (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def _listen(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Of connections, too: headers and body are sent one after the other, and neither is to wait.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         sock.bind((bind, port))
         # Two servers may both bind with SO_REUSEADDR; only one of them may listen.
         sock.listen(1024)
+        sock.setblocking(False)
     except (OSError, OverflowError) as error:
         sock.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:

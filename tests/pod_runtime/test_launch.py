@@ -522,5 +522,5 @@ def test_a_wrong_command_line_is_refused_with_2(tmp_path, argv, words):
 
 
 def test_the_launcher_loads_no_framework_no_server_and_no_numpy():
-    others = {"paddle", "flask", "numpy", "psutil", "waitress"}
+    others = {"paddle", "flask", "numpy", "psutil", "gevent"}
     assert others.isdisjoint(loaded_by("pod_runtime.launch"))

@@ -8,21 +8,21 @@ which needs a token here.
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from job_server.__main__ import main as run_server
 from job_server.server.config import build_parser, is_loopback
 
 JOB_ID = "test_job_id_1234"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server until a signal comes; return its exit code."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Become the server, until a signal comes."""
     given = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("PADDLE_JOB_ID", JOB_ID)
     nodes = build_parser().parse_args(given).node_ips.split(",")
     everywhere = [] if all(is_loopback(node.strip()) for node in nodes) else ["--bind", "0.0.0.0"]
-    return run_server([*everywhere, *given])
+    os.execv(sys.executable, [sys.executable, "-m", "job_server", *everywhere, *given])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

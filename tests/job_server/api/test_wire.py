@@ -140,7 +140,7 @@ def test_a_message_is_what_it_was_after_a_journey():
 
 
 def test_importing_the_contract_loads_no_server_and_no_framework():
-    others = {"flask", "requests", "waitress", "numpy", "yaml"}
+    others = {"flask", "requests", "gevent", "numpy", "yaml"}
     assert others.isdisjoint(loaded_by("job_server.api.routes"))
 
 

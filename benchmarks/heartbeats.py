@@ -41,8 +41,9 @@ from job_server.api.api_client import ApiClient
 from job_server.api.codec import from_json, to_json
 from job_server.api.errors import ServerAway
 from job_server.api.routes import Route
+from pod_runtime.launcher.server_link import POLL_S
 
-POLL_S = 25.0  # of a client's plan
+PLAN_S = 25.0  # polls of a client's plan
 AGAIN_S = 0.5  # after an answer that is none
 NODE_EVERY_S = 0.02  # clients are started one after the other
 _REVISION = re.compile(rb'"revision":(\d+)')
@@ -250,7 +251,7 @@ class Launcher:
 
     def _poll(self) -> None:
         if not self._silent:
-            query = f"?revision={self._revision}&timeout_s={self._heartbeat_s}"
+            query = f"?revision={self._revision}&timeout_s={POLL_S}"
             self._polls.ask(routes.ORDERS, self._ids, b"", query, self._follow)
 
     def _follow(self, status: int, body: bytes) -> None:
@@ -367,7 +368,7 @@ class Node:
         self._polls.ask(routes.REGISTER_NODE, (), to_json(self._node), "", self._registered)
 
     def _registered(self, status: int, body: bytes) -> None:
-        if status == 409:
+        if status == 403:
             self.refusal = body.decode()
             return
         if status == 200 and not self._beats:
@@ -384,7 +385,7 @@ class Node:
             return
         if int(found.group(1)) != self._revision:
             self._take(from_json(wire.NodePlan, body))
-        query = f"?revision={self._revision}&timeout_s={POLL_S}"
+        query = f"?revision={self._revision}&timeout_s={PLAN_S}"
         self._polls.ask(routes.NODE_PLAN, (self.node_id,), b"", query, self._follow)
 
     def _take(self, plan: wire.NodePlan) -> None:

@@ -344,7 +344,7 @@ class PodOrders(Message, frozen=True, kw_only=True):
 
     server_id: str  # changes when the server restarts: attach again
     revision: Int
-    plans: tuple[StagePlan, ...]
+    plans: tuple[StagePlan, ...]  # none where the revision is the one asked with
     heartbeat_s: float
     leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
     spares: Int = 0  # warm processes that the launcher is to keep

@@ -35,6 +35,8 @@ PROGRESS_WRITE_S = 30.0  # progress alone is written at least so often
 RETRY_S = 5.0  # after a step that failed
 LATE_S = TICK_S  # the timer logs when it is later than this
 WARN_EVERY_S = 30.0
+REPORTS_PER_S = 200  # of all launchers together: where they are more, each reports more rarely
+ASK_HEARTBEATS = 2  # a client silent for so many of them: its launchers are asked
 DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
@@ -55,6 +57,7 @@ class JobEntry:
     published_at: float = 0.0
     defect: str = ""  # the last error of a step that failed
     orders: dict[str, Topic[PodView]] = field(default_factory=dict)  # by pod id
+    asked: set[str] = field(default_factory=set)  # pod ids: the next poll says that they live
     views: Mapping[str, PodView] = field(default_factory=dict)  # by pod id: what to order it
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     seen: ClusterMemo = field(default_factory=ClusterMemo)
@@ -97,6 +100,7 @@ class Engine:
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
+        self._pods = 0  # of all jobs
         self._held = 0  # how often the slots or ports that jobs hold have changed
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
@@ -219,8 +223,38 @@ class Engine:
             except StoreTrouble as error:  # the next round tries again
                 logger.error("node %s: not forgotten: %s", node_id, error)
         due = [entry.due_at for entry in self.jobs.values()]
+        due.append(self._ask_launchers(now))
         # Something that is due again at once must not keep the lock.
         return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
+
+    @property
+    def launcher_heartbeat_s(self) -> float:
+        """How often launchers are told to report: clients are heard more often, and suffice."""
+        return max(self.registry.heartbeat_s, self._pods / REPORTS_PER_S)
+
+    def _ask_launchers(self, now: float) -> float:
+        """Have the launchers of silent clients poll, which says that they live.
+
+        Returns:
+            When the next are to be asked; inf: launchers report often enough unasked.
+        """
+        next_at, heartbeat_s = math.inf, self.registry.heartbeat_s
+        if self.launcher_heartbeat_s == heartbeat_s:
+            return next_at
+        # Who is only heard late is not to be asked: a thousand answers would make it later.
+        silence_s = ASK_HEARTBEATS * heartbeat_s + self.registry.hearing.late_s
+        for known in self.registry.nodes.values():
+            ask_at = max(known.seen_at, known.asked_at) + silence_s
+            if known.plan.value and now >= ask_at:
+                known.asked_at, ask_at = now, now + silence_s
+                for pod in known.plan.value:
+                    entry = self.jobs.get(pod.job_id)
+                    if entry is not None and pod.pod_id in entry.orders:
+                        entry.asked.add(pod.pod_id)
+                        topic = entry.orders[pod.pod_id]
+                        topic.publish(topic.value)
+            next_at = min(next_at, ask_at if known.plan.value else math.inf)
+        return next_at
 
     def _warn_of_late_hearing(self) -> None:
         late_s = self.registry.hearing.late_s
@@ -285,12 +319,18 @@ class Engine:
             raise
         if job == entry.job:
             return
-        if job_types.same_but_progress(entry.job, job):
+        held = {} if reason else job_types.newly_held(entry.job, job)
+        noted = bool(held) and self.store.note_held(
+            entry.spec.job_id, {pod_id: wire.encode(ref) for pod_id, ref in held.items()}
+        )
+        if noted or job_types.same_but_progress(entry.job, job):
             # Progress brings no deadline forward, but where a client begins to omit a pod.
             omitted = job.progress.missing != entry.job.progress.missing
             entry.job = job
+            if noted:
+                self.derive(entry)
             self._note_progress(entry, now)
-            if omitted:
+            if omitted or noted:
                 self._reset_timer(entry)
             return
         job_id = entry.spec.job_id
@@ -369,6 +409,7 @@ class Engine:
             if orders is None:
                 topic.end(not_wanted(pod_id))
                 del entry.orders[pod_id]
+                entry.asked.discard(pod_id)
                 continue
             pair = (id(topic.value), id(orders))
             if pair not in news:
@@ -383,12 +424,16 @@ class Engine:
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self.plan_of(node_id))
+        self._count_pods()
         slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
         short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
             self._held += 1
             self.slots_moved = True
+
+    def _count_pods(self) -> None:
+        self._pods = sum(len(entry.job.pods) for entry in self.jobs.values())
 
     def converge(self) -> None:
         """Step the jobs that may get slots, until no slot moves between jobs any more."""
@@ -441,8 +486,10 @@ class Engine:
             state=status.state,
             forget=forget,
             was_away=False,
-            status=Topic(job, self.status_body, self.watchers, self.first_revision()),
-            events=Topic(last_event, _no_body, self.watchers, last_event),
+            status=Topic(
+                job, self.status_body, self.watchers, self.first_revision(), for_users=True
+            ),
+            events=Topic(last_event, _no_body, self.watchers, last_event, for_users=True),
             due_at=now,
             written_at=now,
         )
@@ -469,6 +516,7 @@ class Engine:
         job_id = entry.spec.job_id
         self.store.delete_job(job_id)
         del self.jobs[job_id]
+        self._count_pods()
         self._held += 1
         gone = NotFound(f"job_id: job {job_id!r} was deleted")
         for topic in entry.topics():
@@ -540,12 +588,23 @@ class Engine:
             server_id=self.server_id,
             revision=revision,
             plans=orders.plans,
-            heartbeat_s=self.registry.heartbeat_s,
+            heartbeat_s=self.launcher_heartbeat_s,
             leave=orders.leave,
             spares=orders.spares,
             adapter=orders.adapter,
         )
         return to_json(message)
+
+    def unchanged_body(self, revision: int) -> bytes:
+        """Return PodOrders that say that those of this revision hold: plans of many are long."""
+        return to_json(
+            wire.PodOrders(
+                server_id=self.server_id,
+                revision=revision,
+                plans=(),
+                heartbeat_s=self.launcher_heartbeat_s,
+            )
+        )
 
     def _plan_body(self, pods: Plan, revision: int) -> bytes:
         plan = wire.NodePlan(

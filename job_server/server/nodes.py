@@ -1,14 +1,16 @@
 """Registered nodes. The engine's lock guards all calls."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
-from job_server.api.errors import Conflict, NotFound
+from job_server.api.errors import Conflict, Forbidden, NotFound
 from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
 from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
 
+NODES_PER_S = 500  # whose heartbeats one server hears with half a core, beside their launchers'
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
 Plan = tuple[wire.NodePod, ...]
@@ -21,6 +23,7 @@ class KnownNode:
     seen_at: float
     plan: Topic[Plan]
     report: wire.NodeReport | None = None  # None: none since it registered
+    asked_at: float = 0.0  # when the launchers of its pods were last asked whether they live
     changed: int = 0  # the registry's count of changes as this node changed last
 
 
@@ -92,6 +95,17 @@ class NodeRegistry:
                     f"{other.port_low}-{other.port_high} of node {other.node_id!r} on {node.addr}; "
                     "give one of the two another --port_range, or auto"
                 )
+
+    def check_room(self, node: wire.Node, now: float) -> None:
+        """Raise Forbidden if the server cannot hear one more node as often as it is to."""
+        most = max(1, math.floor(NODES_PER_S * self.heartbeat_s))
+        others = (known for node_id, known in self.nodes.items() if node_id != node.node_id)
+        if sum(self.is_alive(known, now) for known in others) >= most:
+            raise Forbidden(
+                f"node_id: {node.node_id!r} would be one more than the {most} nodes that this "
+                f"server hears every {self.heartbeat_s:g} s; start it with a larger "
+                "--heartbeat_s, or a second server"
+            )
 
     def cluster(
         self, memo: ClusterMemo, held: int, others: Callable[[], tuple[list[Held], list[Held]]]

@@ -305,13 +305,21 @@ class JobService:
     def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> JsonReply:
         """Return PodOrders, as soon as their revision is not `revision`.
 
+        Where it still is, they have no plans: the caller has them.
+
         Raises:
             NotFound: no such job.
             Gone: the pod is not wanted.
         """
         with self.engine.lock:
-            topic = self._orders(self._entry(job_id), pod_id)
-        return topic.poll(revision, timeout_s)
+            entry = self._entry(job_id)
+            topic = self._orders(entry, pod_id)
+            if pod_id in entry.asked:
+                entry.asked.discard(pod_id)
+                alive = wire.PodReport(kind=wire.ReportKind.ALIVE, stage=0)
+                self.engine.apply(entry, LauncherReported(pod_id, alive))
+                topic = self._orders(entry, pod_id)
+        return topic.poll(revision, timeout_s, self.engine.unchanged_body)
 
     def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> JsonReply:
         """Apply a launcher's report.
@@ -351,8 +359,10 @@ class JobService:
 
         Raises:
             Conflict: another client has its id, or uses its ports on the same address.
+            Forbidden: there are too many nodes.
         """
         with self.engine.lock:
+            self.engine.registry.check_room(node, self.now())
             self.engine.registry.check(node, self.now())
             return self.engine.add_node(node).plan.poll(-1, 0)
 

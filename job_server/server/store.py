@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,25 @@ class Store:
                     "DELETE FROM events WHERE job_id = ? AND number <= ?",
                     (job_id, event.number - KEPT_EVENTS),
                 )
+
+    def note_held(self, job_id: str, held: Mapping[str, object]) -> bool:
+        """Write which snapshots pods hold into a job: cheaper than all of a job of many pods.
+
+        A power cut may lose it until the next write that is durable; launchers say it again.
+
+        Returns:
+            Whether that was possible; if not, write the job.
+        """
+        where = "$.progress.snapshots"
+        values = [part for pod_id, ref in held.items() for part in (pod_id, _to_text(ref))]
+        with self._writing(durable=False) as db:
+            done = db.execute(
+                "UPDATE jobs SET data = json_set(data"
+                + f""", '{where}."' || ? || '"', json(?)""" * len(held)
+                + f") WHERE job_id = ? AND json_type(data, '{where}') = 'object'",
+                (*values, job_id),
+            )
+            return done.rowcount == 1
 
     def delete_job(self, job_id: str) -> None:
         with self._writing(durable=True) as db:

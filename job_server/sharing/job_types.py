@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from job_server.api.codec import WireError, decode
-from job_server.api.wire import JobKind, JobSpec, JobStatus, Node, NodePod, PlanPod
+from job_server.api.wire import JobKind, JobSpec, JobStatus, Node, NodePod, PlanPod, SnapshotRef
 from job_server.cluster.placement import Cluster
 from job_server.jobs.events import Event
 from job_server.sharing.reservations import Reservations, hide_reserved, shortage
@@ -96,6 +96,13 @@ def same_but_progress(old: AnyJob, new: AnyJob) -> bool:
     return (
         isinstance(old, Job) and isinstance(new, Job) and training_job.same_but_progress(old, new)
     )
+
+
+def newly_held(old: AnyJob, new: AnyJob) -> Mapping[str, SnapshotRef]:
+    """Return which pods newly hold a state, if nothing else is to be written; else nothing."""
+    if isinstance(old, Job) and isinstance(new, Job):
+        return training_job.newly_held(old, new)
+    return {}
 
 
 def job_status(job: AnyJob, now: float, revision: int) -> JobStatus:

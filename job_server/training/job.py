@@ -445,6 +445,20 @@ def same_but_progress(old: Job, new: Job) -> bool:
     return held == new
 
 
+def newly_held(old: Job, new: Job) -> dict[str, SnapshotRef]:
+    """Return what pods newly hold a state of a stage; empty if more than that is to be written."""
+    before, now = old.progress.snapshots, new.progress.snapshots
+    held = {
+        pod_id: ref
+        for pod_id, ref in now.items()
+        if pod_id not in before or before[pod_id].stage != ref.stage
+    }
+    if not held or not before.keys() <= now.keys():
+        return {}
+    others = replace(new, progress=replace(new.progress, snapshots=before))
+    return held if same_but_progress(old, others) else {}
+
+
 def _held(job: Job) -> dict[str, int]:
     return {pod_id: ref.stage for pod_id, ref in job.progress.snapshots.items()}
 

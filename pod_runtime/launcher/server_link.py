@@ -18,6 +18,7 @@ from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 5.0  # after a cut of the network the answer of a poll may be lost
 _FIRST_STEP_S = 0.05  # after `go` the trainers need the cores: the next poll can wait so long
 
 
@@ -148,12 +149,11 @@ class ServerLink:
         """Deliver every change of the orders, until it is time to attach again."""
         while not (self._closed.is_set() or self._attach_again.is_set()):
             asked_at = time.monotonic()
-            # No longer than a heartbeat: a server that has replaced another must be noticed.
             answer = api.orders(
                 self._job_id,
                 self._pod_id,
                 revision=orders.revision,
-                timeout_s=orders.heartbeat_s,
+                timeout_s=POLL_S,
             )
             if answer.server_id != self._server_id:
                 return
@@ -161,9 +161,9 @@ class ServerLink:
                 self._deliver(OrdersChanged(answer))
                 if _is_new_go(orders, answer):
                     self._closed.wait(_FIRST_STEP_S)
-            elif time.monotonic() - asked_at < orders.heartbeat_s / 2:
+                orders = answer
+            elif time.monotonic() - asked_at < POLL_S / 2:
                 self._closed.wait(min(1.0, orders.heartbeat_s))  # the server holds no more polls
-            orders = answer
 
     # --- reports ------------------------------------------------------------------------------
 

@@ -69,6 +69,10 @@ class FaultyStore(Store):
         with self._fault():
             super().save_job(*args, **options)
 
+    def note_held(self, *args: Any) -> bool:
+        with self._fault():
+            return super().note_held(*args)
+
     def delete_job(self, job_id: str) -> None:
         with self._fault():
             super().delete_job(job_id)

@@ -4,17 +4,31 @@ import cProfile
 import json
 import pstats
 import time
+from typing import Any
 
 import pytest
 
 from benchmarks import heartbeats
 from job_server.api import wire
 from job_server.api.codec import from_json
+from job_server.api.errors import Forbidden
+from job_server.server import engine
 from job_server.server.service import JobService
 from job_server.server.store import Store
+from tests.job_server.serving import cpu_node
 
 JOB = "many"
 SLOTS = 8
+
+
+class CountingStore(Store):
+    """Counts how often a whole job was written."""
+
+    jobs_written = 0
+
+    def save_job(self, *args: Any, **options: Any) -> None:
+        self.jobs_written += 1
+        super().save_job(*args, **options)
 
 
 class Pods:
@@ -22,7 +36,8 @@ class Pods:
 
     def __init__(self, nodes: int) -> None:
         self.now = 1e9
-        self.service = JobService(Store(":memory:"), heartbeat_s=1.0, now=lambda: self.now)
+        self.store = CountingStore(":memory:")
+        self.service = JobService(self.store, heartbeat_s=1.0, now=lambda: self.now)
         self.nodes = [f"node-{number}" for number in range(nodes)]
         count = nodes * SLOTS
         self.service.submit(
@@ -79,10 +94,19 @@ class Pods:
             ),
         )
 
-    def report(self, pod_id: str, kind: wire.ReportKind, *, step: int) -> None:
-        self.service.report(
-            JOB, pod_id, wire.PodReport(kind=kind, stage=1, step=step, elastic=True)
-        )
+    def report(
+        self,
+        pod_id: str,
+        kind: wire.ReportKind,
+        *,
+        step: int,
+        snapshot: wire.SnapshotRef | None = None,
+    ) -> None:
+        report = wire.PodReport(kind=kind, stage=1, step=step, elastic=True, snapshot=snapshot)
+        self.service.report(JOB, pod_id, report)
+
+    def orders(self, pod_id: str, revision: int = -1) -> wire.PodOrders:
+        return from_json(wire.PodOrders, self.service.orders(JOB, pod_id, revision, 0).body)
 
     def status(self) -> wire.JobStatus:
         return from_json(wire.JobStatus, self.service.job(JOB).body)
@@ -108,6 +132,20 @@ def test_a_heartbeat_takes_as_few_steps_with_many_pods_as_with_few(of_launcher):
     few, many = Pods(2), Pods(24)
     assert many.status().state is few.status().state is wire.JobState.RUNNING
     assert many.calls(of_launcher=of_launcher) < 2 * few.calls(of_launcher=of_launcher)
+
+
+def test_which_pods_hold_a_state_is_written_without_writing_all_of_the_job():
+    pods = Pods(2)
+    before = pods.store.jobs_written
+    pod_ids = [pod_id for on_node in pods.pods.values() for pod_id in on_node]
+    for step in (2, 3):
+        for pod_id in pod_ids:
+            held = wire.SnapshotRef(stage=1, step=step)
+            pods.report(pod_id, wire.ReportKind.PROGRESS, step=step, snapshot=held)
+    assert pods.store.jobs_written <= before + 1  # at the first one more has changed
+    (stored,) = pods.store.jobs()
+    snapshots = stored.data["progress"]["snapshots"]
+    assert {pod_id: ref["stage"] for pod_id, ref in snapshots.items()} == dict.fromkeys(pod_ids, 1)
 
 
 def test_what_a_heartbeat_says_is_seen_although_no_rule_is_tried():
@@ -147,6 +185,81 @@ def test_nobody_counts_as_silent_for_the_time_in_which_the_server_heard_nothing(
     pods.service.engine.tick()
     assert pods.status().state is wire.JobState.RECOVERING
     assert f"neither node {gone}" in pods.status().reason
+
+
+def test_launchers_are_told_to_report_more_rarely_where_there_are_many(monkeypatch):
+    monkeypatch.setattr(engine, "REPORTS_PER_S", 4)
+    pods = Pods(2)
+    assert pods.orders(pods.pods["node-0"][0]).heartbeat_s == 4.0
+    plan = from_json(wire.NodePlan, pods.service.plan("node-0", -1, 0).body)
+    assert plan.heartbeat_s == 1.0
+
+
+def test_launchers_that_report_rarely_are_asked_when_their_client_is_silent(monkeypatch):
+    monkeypatch.setattr(engine, "REPORTS_PER_S", 4)
+    pods = Pods(2)
+    known = {pod_id: pods.orders(pod_id).revision for pod_id in pods.pods["node-0"]}
+    for _ in range(5):
+        pods.now += 2.1
+        pods.beat("node-1")
+        pods.service.engine.tick()
+        for pod_id, revision in known.items():
+            orders = pods.orders(pod_id, revision)
+            assert orders.revision > revision
+            assert orders.plans == pods.orders(pod_id).plans
+            known[pod_id] = orders.revision
+    assert pods.status().state is wire.JobState.RUNNING
+    pods.now += 4.1
+    pods.beat("node-1")
+    pods.service.engine.tick()
+    assert pods.status().state is wire.JobState.RECOVERING
+    assert "neither node node-0" in pods.status().reason
+
+
+def test_a_poll_without_news_does_not_repeat_the_plans():
+    pods = Pods(1)
+    pod_id = pods.pods["node-0"][0]
+    known = pods.orders(pod_id)
+    assert len(known.plans) == 1
+    again = pods.orders(pod_id, known.revision)
+    assert (again.plans, again.revision) == ((), known.revision)
+
+
+def test_launchers_are_not_asked_by_a_server_that_is_late_itself(monkeypatch):
+    monkeypatch.setattr(engine, "REPORTS_PER_S", 4)
+    pods = Pods(1)
+    pod_id = pods.pods["node-0"][0]
+    revision = pods.orders(pod_id).revision
+    pods.now += 2.1
+    pods.service.engine.registry.hearing.heard(time.monotonic() - 30.0)
+    pods.service.engine.tick()
+    assert pods.orders(pod_id, revision).revision == revision
+
+
+def test_few_launchers_are_not_asked_and_their_polls_say_nothing_of_them():
+    pods = Pods(2)
+    pod_id = pods.pods["node-0"][0]
+    revision = pods.orders(pod_id).revision
+    pods.now += 2.1
+    pods.beat("node-1")
+    pods.service.engine.tick()
+    assert pods.orders(pod_id, revision).revision == revision
+
+
+def test_more_nodes_than_the_server_can_hear_are_refused_with_their_number():
+    now = 1e9
+    service = JobService(Store(":memory:"), heartbeat_s=0.1, now=lambda: now)
+
+    def register(number: int) -> None:
+        service.register(cpu_node(f"node-{number}", addr=f"10.0.0.{number}"))
+
+    for number in range(50):
+        register(number)
+    with pytest.raises(Forbidden, match=r"more than the 50 nodes .* larger --heartbeat_s"):
+        register(50)
+    register(7)  # one that is known may come again
+    now += 1.0  # all are silent
+    register(50)
 
 
 @pytest.mark.full

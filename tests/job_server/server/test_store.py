@@ -36,6 +36,31 @@ def test_jobs_nodes_and_events_outlive_the_server(path):
     store.close()
 
 
+def test_what_pods_hold_is_written_into_the_job(path):
+    store = Store(path)
+    store.save_job("digits", {"progress": {"snapshots": {"p0": {"stage": 1}}}, "step": 1})
+    store.save_job("other", {"progress": {"snapshots": {}}})
+    assert store.note_held("digits", {"p0": {"stage": 2}, "p_1": {"stage": 2, "step": 7}})
+    store.close()
+    store = Store(path)
+    held = {"p0": {"stage": 2}, "p_1": {"stage": 2, "step": 7}}
+    assert [job.data for job in store.jobs()] == [
+        {"progress": {"snapshots": held}, "step": 1},
+        {"progress": {"snapshots": {}}},
+    ]
+    store.close()
+
+
+@pytest.mark.parametrize("data", [{"progress": {}}, {"progress": {"snapshots": None}}, {}])
+def test_a_job_with_no_place_for_what_pods_hold_is_to_be_written_whole(path, data):
+    store = Store(path)
+    store.save_job("digits", data)
+    assert not store.note_held("digits", {"p0": {"stage": 2}})
+    assert not store.note_held("none", {"p0": {"stage": 2}})
+    assert store.jobs()[0].data == data
+    store.close()
+
+
 def test_a_killed_server_loses_nothing_that_was_written(path, tmp_path):
     store = Store(path)
     store.save_job("digits", {"step": 1}, durable=False)

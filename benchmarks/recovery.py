@@ -11,13 +11,18 @@ Rows, all with a small CNN on 2 trainers unless they say otherwise:
                  kill-torchrun-default, -tuned, -tuned-own-store, kill-paddle-default, -tuned
     node-...     all processes of one of two nodes, killed at once: node-standby, -standby2,
                  -spares, -cold, and the peers
+    after-...    kill -9 of a trainer 0.5, 2 and 5 s after a change from 1 to 2 trainers
+                 (-replace, -drain, -join), of the other one a step after the recovery from that,
+                 and of one 0.5 s after a change was asked for; with spares alone
+    shim         kill -9 of a pod's shim, in quiet and 2 s after a change; until training goes on
+                 ("first step"), and until it is as many trainers as before ("regained")
     server       the job server is killed and comes back after --server_away_s 30
     bad-node     a third trainer is wanted, on a node whose script fails
     stall, stall-resnet50   the share of its time that a training stands still for snapshots
 
-A word that is no row stands for all rows that begin so. Every trainer writes down when its steps
-end; all figures but the phases follow from that. The exit code is 0 whether aims are reached or
-missed.
+-torch: with PyTorch under EDL. A word that is no row stands for all rows that begin so. Every
+trainer writes down when its steps end; all figures but the phases follow from that. The exit code
+is 0 whether aims are reached or missed.
 """
 
 import argparse
@@ -54,6 +59,7 @@ KILLS = {
     "kill-standby-resnet50": Options(standby=1),
     "kill-spares-resnet50": Options(spares=1),
     "kill-cold-resnet50": Options(),
+    "kill-spares-torch": Options(spares=1, framework="torch"),
 }
 NODES = {
     "node-standby": Options(standby=1, nodes=TWO_NODES),
@@ -61,18 +67,34 @@ NODES = {
     "node-spares": Options(spares=1, nodes=TWO_NODES),
     "node-cold": Options(nodes=TWO_NODES),
 }
+AFTER = {
+    f"after-{way}{suffix}": Options(spares=1, overlap=overlap, framework=framework)
+    for suffix, framework in (("", "paddle"), ("-torch", "torch"))
+    for way, overlap in (("replace", "on"), ("drain", "off"), ("join", "join"))
+    if (framework, way) != ("torch", "join")
+}
+SHIMS = {
+    "shim": Options(spares=1),
+    "shim-torch": Options(spares=1, framework="torch"),
+}
+DELAYS_S = (0.5, 2.0, 5.0)
 BAD_NODE = Options(nodes=(NodeSpec(slots=2), NodeSpec(slots=1, script_fails=True)))
 STALLS = ("stall", "stall-resnet50")
 ENDLESS = 100_000  # steps
 WARM_STEPS = 20
 _PHASES = ("notice", "stop", "start", "first step")
 _AFTER_S = 10.0  # what is looked at after the server's return
-_ABOUT_S = {"node-": 30, "server": 60, "bad-node": 30, "stall": 40, "kill-paddle": 70,
+_ABOUT_S = {"after-": 90, "shim": 60,
+            "node-": 30, "server": 60, "bad-node": 30, "stall": 40, "kill-paddle": 70,
             "kill-torchrun": 45, "node-paddle": 90, "node-torchrun": 70, "kill-": 50}  # fmt: skip
 
 
 class RecoveryBench(Bench):
     def figures(self, row: str, turn: int) -> Iterator[tuple[str, dict[str, float]]]:
+        if row in AFTER or row in SHIMS:
+            for after, values in self.after(row) if row in AFTER else self.shims(row):
+                yield f"{row} {after}", values
+            return
         task: Callable[[str, int], list[dict[str, float]]] = {
             "server": self.server, "bad-node": self.bad_node, "stall": self.stall,
             "stall-resnet50": self.stall,
@@ -117,6 +139,38 @@ class RecoveryBench(Bench):
             killed = time.monotonic()
             job.kill_node()
             return [_recovered(job, 1, killed)]
+
+    # --- crashes soon after a change, and during one
+
+    def after(self, row: str) -> Iterator[tuple[str, dict[str, float]]]:
+        with self._job(row, AFTER[row]) as job:
+            assert isinstance(job, EdlJob)
+            _begin_alone(job)
+            for delay_s in DELAYS_S:
+                _grow_to_two(job)
+                time.sleep(delay_s)
+                yield f"{delay_s:g} s", _recovered(job, 2, job.kill_trainer(0))
+                if delay_s == DELAYS_S[-1]:
+                    yield "a crash", _recovered(job, 2, job.kill_trainer(1))
+                _shrink_to_one(job)
+            job.grow()
+            time.sleep(DELAYS_S[0])
+            killed = job.kill_trainer(0)
+            yield "the request", _recovered(job, None, killed)
+            job.wait_world(2, steps=2, after=killed)  # the change is made after all
+
+    def shims(self, row: str) -> Iterator[tuple[str, dict[str, float]]]:
+        with self._job(row, SHIMS[row]) as job:
+            assert isinstance(job, EdlJob)
+            _begin_alone(job)
+            for name, delay_s in (("2 s", 2.0), ("quiet", 10.0)):
+                _grow_to_two(job)
+                time.sleep(delay_s)
+                killed = job.kill_shim()
+                values = _recovered(job, None, killed)
+                whole = job.wait_world(2, steps=2, after=killed)
+                yield name, values | {"regained_s": whole.began_at - killed}
+                _shrink_to_one(job)
 
     # --- a control plane that dies
 
@@ -197,6 +251,25 @@ def _without(generation: Generation, steps: int) -> Generation:
     return Generation(tuple(member[steps:] for member in generation.members))
 
 
+def _begin_alone(job: EdlJob) -> None:
+    job.start(1)
+    job.wait_world(1, steps=WARM_STEPS)
+    job.wait_warm(1)
+
+
+def _grow_to_two(job: EdlJob) -> None:
+    asked = time.monotonic()
+    job.grow()
+    job.wait_world(2, steps=1, after=asked)
+
+
+def _shrink_to_one(job: EdlJob) -> None:
+    job.wait_more(WARM_STEPS)
+    asked = time.monotonic()
+    job.shrink()
+    job.wait_world(1, steps=WARM_STEPS, after=asked)
+
+
 def _recovered(job: Job, world: int | None, killed: float) -> dict[str, float]:
     """Return what a crash cost, once there are `world` trainers again, or any at all."""
     new = job.wait_world(world, steps=2, after=killed)
@@ -217,10 +290,21 @@ def _recovered(job: Job, world: int | None, killed: float) -> dict[str, float]:
     return values
 
 
+def _parts(rows: Sequence[str]) -> list[str]:
+    """Return the names under which these rows are kept."""
+    found = []
+    for row in rows:
+        parts = ["2 s", "quiet"] if row in SHIMS else [*(f"{at:g} s" for at in DELAYS_S)]
+        if row in AFTER:
+            parts += ["a crash", "the request"]
+        found += [f"{row} {part}" for part in parts] if row in (*AFTER, *SHIMS) else [row]
+    return found
+
+
 def show(record: Record, rows: Sequence[str]) -> None:
     """Print what there is of these rows."""
     lines, phases = [], []
-    for row in rows:
+    for row in _parts(rows):
         values, failures = record.values(row, "again_s"), record.failures(row)
         if values or (failures and row.startswith(("kill-", "node-"))):
             lines.append(
@@ -294,6 +378,11 @@ def aims(record: Record) -> list[Aim]:
         at_most(f"{first}standby", of("kill-standby", "again_s"), 0.3, "s"),
         count_at_most("   its steps redone", of("kill-standby", "redone"), 1),
         at_most(f"{first}spares", of("kill-spares", "again_s"), 0.6, "s"),
+        at_most(f"{first}spares, PyTorch", of("kill-spares-torch", "again_s"), 0.6, "s"),
+        *(
+            at_most(f"{first}{row}, the worst median", _worst_median(record, row), 1.0, "s")
+            for row in (*AFTER, *SHIMS)
+        ),
         at_most(f"{first}ResNet50, standby", of("kill-standby-resnet50", "again_s"), 0.8, "s"),
         at_most(f"{first}ResNet50, spares", of("kill-spares-resnet50", "again_s"), 2.6, "s"),
         count_at_most("steps redone after kill -9",
@@ -315,10 +404,21 @@ def aims(record: Record) -> list[Aim]:
     ]  # fmt: skip
 
 
+def _worst_median(record: Record, row: str) -> list[float]:
+    medians = [
+        statistics.median(values)
+        for name in _parts([row])
+        if (values := record.values(name, "again_s"))
+    ]
+    return [max(medians)] if medians else []
+
+
 def all_rows() -> list[str]:
     every = list(peers(argparse.Namespace(torch_python=None, paddle_python=None)))
     return [
         *KILLS,
+        *AFTER,
+        *SHIMS,
         *(f"kill-{peer}" for peer in every),
         *NODES,
         *(f"node-{peer}" for peer in every),
@@ -358,10 +458,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer = every.get(row.partition("-")[2])
         if peer is not None:
             return why_not(peer, known)
-        return ours.why_not(KILLS.get(row) or NODES.get(row) or Options())
+        options = {**KILLS, **NODES, **AFTER, **SHIMS}.get(row, Options())
+        return ours.why_not(options)
 
     rows = runnable(args.rows, why_not_row)
-    todo = [(row, turn) for turn in range(args.rounds) for row in rows if not record.has(row, turn)]
+    todo = [
+        (row, turn)
+        for turn in range(args.rounds)
+        for row in rows
+        if not (record.has(row, turn) or record.has(_parts([row])[-1], turn))
+    ]
     measure_all(
         args,
         todo,

@@ -7,7 +7,9 @@ Rows: replace, drain, join (EDL by its ways), torchrun-default, -tuned, -tuned-o
 paddle-default, -tuned: a small CNN that goes from 2 trainers to 3 and back, everybody once in each
 round; replace-resnet50, drain-resnet50, join-resnet50 (at 32 pixels); wall-replace, -drain, -join,
 -torchrun (the same 2,000 steps with and without six changes); random (--changes 200 random ones,
-one after the other). A word stands for all rows that begin so.
+one after the other). replace-torch, drain-torch, wall-replace-torch, random-torch: the same with
+PyTorch under EDL, at the speed of data parallel training (promise="statistics"). A word stands for
+all rows that begin so.
 
 The pause is the time from the end of the last step before to the end of the first step after, each
 on the slowest rank: it holds one ordinary step. Every trainer writes down when its steps end; all
@@ -41,19 +43,24 @@ from benchmarks.elasticity.stamps import Generation, change, steps_redone
 from job_server.api.wire import JobState
 
 OVERLAPS = {"replace": "on", "drain": "off", "join": "join"}
-OURS = ("replace", "drain", "join", "replace-resnet50", "drain-resnet50", "join-resnet50")
+OURS = (
+    "replace", "drain", "join", "replace-resnet50", "drain-resnet50", "join-resnet50",
+    "replace-torch", "drain-torch",
+)  # fmt: skip
 WALL = {
     "wall-replace": "replace",
     "wall-drain": "drain",
     "wall-join": "join",
+    "wall-replace-torch": "replace-torch",
     "wall-torchrun": "torchrun-tuned-own-store",
 }
-RANDOM = "random"
+RANDOM = ("random", "random-torch")
 ABOUT_S = {  # of one round on 2 cores
     "replace": 25, "drain": 20, "join": 25, "replace-resnet50": 100, "drain-resnet50": 80,
     "join-resnet50": 100, "torchrun-default": 110, "torchrun-tuned": 60,
     "torchrun-tuned-own-store": 40, "paddle-default": 100, "paddle-tuned": 40,
     "wall-replace": 300, "wall-drain": 300, "wall-join": 300, "wall-torchrun": 240,
+    "replace-torch": 25, "drain-torch": 20, "wall-replace-torch": 200,
 }  # fmt: skip
 ENDLESS = 100_000  # steps
 WALL_CHANGES = 6
@@ -62,8 +69,8 @@ _PHASES = ("ask", "prepare", "last steps", "hand over", "start", "first step")
 
 class ResizeBench(Bench):
     def figures(self, row: str, turn: int) -> Iterator[tuple[str, dict[str, float]]]:
-        if row == RANDOM:
-            yield row, self.random()
+        if row in RANDOM:
+            yield row, self.random(row)
         elif row in WALL:
             yield row, self.wall(row)
         else:
@@ -76,8 +83,12 @@ class ResizeBench(Bench):
         if row in self._peers:
             return self._peers[row].job(folder, task="lenet", steps=steps)
         way, _, model = row.partition("-")
-        options = Options(overlap=OVERLAPS[way], spares=self._args.spares)
-        return EdlJob(folder, task=model or "lenet", steps=steps, options=options)
+        return EdlJob(
+            folder,
+            task="resnet50" if model == "resnet50" else "lenet",
+            steps=steps,
+            options=options_of(row, OVERLAPS[way], self._args.spares),
+        )
 
     # --- one change after the other
 
@@ -95,7 +106,8 @@ class ResizeBench(Bench):
         """The same steps by 2 trainers, by 3, and by 2 and 3 in turn."""
         steps = self._args.wall_steps
         limit_s = 60 + 0.5 * steps
-        per_step = {world: self._unchanged(WALL[row], world, steps, limit_s) for world in (2, 3)}
+        unchanged = {world: self._unchanged(WALL[row], world, steps, limit_s) for world in (2, 3)}
+        per_step = {world: step_s for world, (step_s, _) in unchanged.items()}
         with self.job(WALL[row], steps) as job:
             job.start(2)
             first = job.wait_world(2, steps=2)
@@ -114,6 +126,7 @@ class ResizeBench(Bench):
         extra_s = took - sum(count * per_step[world] for world, count in made.items())
         return {
             "took_s": took,
+            "startup_2_s": unchanged[2][1],
             "unchanged_2_s": per_step[2] * (steps - 1),
             "unchanged_3_s": per_step[3] * (steps - 1),
             "extra_s": extra_s,
@@ -121,24 +134,26 @@ class ResizeBench(Bench):
             "redone": float(steps_redone(order)),
         }
 
-    def _unchanged(self, row: str, world: int, steps: int, limit_s: float) -> float:
-        """Return seconds per step."""
+    def _unchanged(self, row: str, world: int, steps: int, limit_s: float) -> tuple[float, float]:
+        """Return seconds per step, and from the start until the first one."""
         with self.job(row, steps) as job:
+            begun = time.monotonic()
             job.start(world)
             job.wait_world(world, steps=2)
             job.wait_step(steps, limit_s)
             last = job.stamps.generations()[-1]
-        return (last.ended_at - last.began_at) / (last.last_step - last.first_step)
+        per_step = (last.ended_at - last.began_at) / (last.last_step - last.first_step)
+        return per_step, last.began_at - begun
 
     # --- many changes
 
-    def random(self) -> dict[str, float]:
+    def random(self, row: str) -> dict[str, float]:
         """Changes among 1 to 3 trainers, at random moments; the proof of the ledger at the end."""
         args = self._args
         draw = random.Random(args.seed)
         pauses, excesses = [], []
-        options = Options(overlap="on", spares=args.spares)
-        with EdlJob(self._folder / RANDOM, task="lenet", steps=ENDLESS, options=options) as job:
+        options = options_of(row, "on", args.spares)
+        with EdlJob(self._folder / row, task="lenet", steps=ENDLESS, options=options) as job:
             world = 2
             job.start(world)
             job.wait_world(world, steps=5)
@@ -165,6 +180,16 @@ class ResizeBench(Bench):
                 "excess_s": statistics.median(excesses),
                 "proved": float(proof.startswith("OK")),
             }
+
+
+def options_of(row: str, overlap: str, spares: int) -> Options:
+    torch = row.endswith("-torch")
+    return Options(
+        overlap=overlap,
+        spares=spares,
+        framework="torch" if torch else "paddle",
+        promise="statistics" if torch else "rounding",
+    )
 
 
 def _planned(job: Job, world: int, settle: int) -> dict[str, float]:
@@ -204,7 +229,7 @@ def steps_by_world(order: Sequence[Generation], steps: int) -> dict[int, int]:
 def show(record: Record, rows: Sequence[str]) -> None:
     """Print what there is of these rows."""
     lines, phases = [], []
-    for row in (row for row in rows if row not in (*WALL, RANDOM)):
+    for row in (row for row in rows if row not in (*WALL, *RANDOM)):
         failures = len(record.failures(row))
         for kind in ("join", "leave"):
             name = f"{row} {kind}"
@@ -234,12 +259,12 @@ def show(record: Record, rows: Sequence[str]) -> None:
         print("\nWhere EDL's time goes, ms; training pauses from `hand over` on")
         print(table(("", *_PHASES), phases))
     _show_wall(record, [row for row in rows if row in WALL])
-    if record.values(RANDOM, "changes"):
+    for row in (row for row in RANDOM if record.values(row, "changes")):
         names = ("changes", "redone", "redone_by_server", "pause_s", "longest_pause_s", "excess_s")
-        got = {name: record.values(RANDOM, name)[-1] for name in names}
-        proof = "proves" if record.values(RANDOM, "proved")[-1] else "DOES NOT PROVE"
+        got = {name: record.values(row, name)[-1] for name in names}
+        proof = "proves" if record.values(row, "proved")[-1] else "DOES NOT PROVE"
         print(
-            f"\n{got['changes']:.0f} random changes: {got['redone']:.0f} steps redone by the "
+            f"\n{row}: {got['changes']:.0f} changes: {got['redone']:.0f} steps redone by the "
             f"stamps, {got['redone_by_server']:.0f} by the server; pause "
             f"{1e3 * got['pause_s']:.0f} ms, at most {1e3 * got['longest_pause_s']:.0f} ms; "
             f"excess {1e3 * got['excess_s']:.0f} ms; the ledger {proof} that each step counts once"
@@ -250,7 +275,15 @@ def show(record: Record, rows: Sequence[str]) -> None:
 
 
 def _show_wall(record: Record, rows: Sequence[str]) -> None:
-    names = ("unchanged_2_s", "unchanged_3_s", "took_s", "extra_s", "extra_per_change_s", "redone")
+    names = (
+        "startup_2_s",
+        "unchanged_2_s",
+        "unchanged_3_s",
+        "took_s",
+        "extra_s",
+        "extra_per_change_s",
+        "redone",
+    )
     lines = [
         (row, str(len(values)), *(spread(record.values(row, name)) for name in names))
         for row in rows
@@ -264,6 +297,7 @@ def _show_wall(record: Record, rows: Sequence[str]) -> None:
         head = (
             "",
             "n",
+            "start-up of 2",
             "2 trainers",
             "3 trainers",
             "2-3-2-3-2-3-2",
@@ -293,10 +327,25 @@ def aims(record: Record) -> list[Aim]:
             shown="-" if ratio is None else f"{ratio:.1f}",
             is_met=ratio is not None and ratio >= 50,
         ),
-        count_at_most("steps redone in random changes", record.values(RANDOM, "redone"), 0),
+        *_wall_aims(record),
+        count_at_most("steps redone in random changes",
+                      [n for row in RANDOM for n in record.values(row, "redone")], 0),
         count_at_most("steps redone in planned changes",
                       [r for row in OURS for r in both(row, "redone")], 0),
     ]  # fmt: skip
+
+
+def _wall_aims(record: Record) -> list[Aim]:
+    """The same steps with PyTorch, under EDL and under torchrun."""
+    ours, theirs = (
+        record.values(row, "unchanged_2_s") for row in ("wall-replace-torch", "wall-torchrun")
+    )
+    share = [statistics.median(ours) / statistics.median(theirs) - 1] if ours and theirs else []
+    extra = record.values("wall-replace-torch", "extra_per_change_s")
+    return [
+        at_most("PyTorch, no change: longer than torchrun by", share, 0.03, "%"),
+        at_most("PyTorch, extra for a change", extra, 1.2, "s"),
+    ]
 
 
 def _no_peers() -> argparse.Namespace:
@@ -318,13 +367,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: must be at least 1, got {getattr(args, name)}")
     if args.wall_steps < 500 or args.wall_steps % 500:
         parser.error(f"--wall_steps: must be a multiple of 500, got {args.wall_steps}")
-    check(parser, args, (*OURS, *peers(args), *WALL, RANDOM))
+    check(parser, args, (*OURS, *peers(args), *WALL, *RANDOM))
     return args
 
 
 def plan(args: argparse.Namespace, rows: Sequence[str]) -> list[tuple[str, int]]:
     """Return what is to be measured, in order: everybody once in each round."""
-    rounds = {row: args.wall_rounds if row in WALL else 1 if row == RANDOM else args.rounds
+    rounds = {row: args.wall_rounds if row in WALL else 1 if row in RANDOM else args.rounds
               for row in rows}  # fmt: skip
     most = max(rounds.values(), default=0)
     return [(row, turn) for turn in range(most) for row in rows if turn < rounds[row]]
@@ -340,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = WALL.get(row, row)
         if needs in every:
             return why_not(every[needs], known)
-        way = "replace" if needs == RANDOM else needs.partition("-")[0]
+        way = "replace" if needs in RANDOM else needs.partition("-")[0]
         return ours.why_not(Options(overlap=OVERLAPS[way], spares=args.spares))
 
     rows = runnable(args.rows, why_not_row)

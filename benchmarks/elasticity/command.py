@@ -7,6 +7,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.elasticity.jobs import OURS_PYTHON, NotInTime, warm_page_cache
@@ -89,7 +90,8 @@ def measure_all(
     signal.signal(signal.SIGTERM, _end)
     total = duration(sum(about_s(row) for row, _ in todo))
     print(f"  {len(todo)} measurements, about {total} on two quiet cores", flush=True)
-    warm_page_cache(OURS_PYTHON, "paddle, pod_runtime.trainer.elastic")
+    frameworks = [name for name in ("paddle", "torch") if find_spec(name) is not None]
+    warm_page_cache(OURS_PYTHON, ", ".join([*frameworks, "pod_runtime.trainer.elastic"]))
     with tempfile.TemporaryDirectory(prefix="edl-benchmark-") as temporary:
         measure = make((args.out or Path(temporary)) / time.strftime("%Y%m%d-%H%M%S"))
         for row, turn in todo:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class Options:
     snapshot_steps: str = "auto"
     save_steps: int = 20
     min_pods: int = 1
+    framework: str = "paddle"
+    promise: str = "rounding"
     nodes: tuple[NodeSpec, ...] = (NodeSpec(slots=3),)
 
 
@@ -74,6 +77,8 @@ def why_not(options: Options) -> str:
         make_spec(options, pods=1, expected_nodes=1)
     except WireError as error:
         return f"this EDL cannot: {error}"
+    if find_spec(options.framework) is None:
+        return f"there is no {options.framework} here"
     return ""
 
 
@@ -116,6 +121,16 @@ class EdlJob(Job):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         client.wait()
+
+    def kill_shim(self) -> float:
+        """SIGKILL to the shim of one pod, the newest; return when."""
+        shims = [process for process in self.processes() if "--pod_dir" in process.cmdline()]
+        newest = max(shims, key=lambda process: process.create_time(), default=None)
+        if newest is None:
+            raise NotInTime("no pod is left")
+        at = time.monotonic()
+        newest.kill()
+        return at
 
     def end_in_order(self) -> None:
         for client in self.clients:
@@ -165,6 +180,7 @@ class EdlJob(Job):
             str(Path(__file__).with_name("train.py")),
             *trainer_options(self, self.folder / "checkpoint", self.options.save_steps),
             f"--snapshot_steps={self.options.snapshot_steps}",
+            f"--framework={self.options.framework}", f"--promise={self.options.promise}",
         ]  # fmt: skip
         return f"exec {shlex.join(command)}\n"
 

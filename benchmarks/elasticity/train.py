@@ -8,10 +8,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
 
-import paddle
-import paddle.nn.functional as F  # noqa: N812
-
-from benchmarks.elasticity.networks import make_network
 from benchmarks.elasticity.stamp_files import Stamper
 from benchmarks.elasticity.task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
 from pod_runtime import elastic
@@ -19,7 +15,7 @@ from pod_runtime.trainer.loop.loop import current_stage
 from pod_runtime.trainer.membership.state_manager import StateManager
 
 
-class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types
+class Images:
     def __init__(self, task: Task) -> None:
         self.images, self.labels = make_data(task)
         self.length = task.batch * EPOCH_STEPS
@@ -30,6 +26,30 @@ class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         index %= len(self.images)
         return self.images[index], self.labels[index]
+
+
+def of_paddle(task: str) -> tuple[Any, Any, Callable[..., Any]]:
+    """Return the network, its optimizer, and the loss."""
+    import paddle
+
+    from benchmarks.elasticity.networks import make_network
+
+    model = make_network(task)
+    optimizer = paddle.optimizer.Momentum(
+        PARAMETERS["lr"], momentum=PARAMETERS["momentum"], parameters=model.parameters()
+    )
+    return model, optimizer, paddle.nn.functional.cross_entropy
+
+
+def of_torch(_task: str) -> tuple[Any, Any, Callable[..., Any]]:
+    import torch
+
+    from benchmarks.elasticity.train_torch import make_network
+
+    torch.set_num_threads(1)  # as the peer does
+    model = make_network()
+    optimizer = torch.optim.SGD(model.parameters(), **PARAMETERS)
+    return model, optimizer, torch.nn.functional.cross_entropy
 
 
 class StopWatch:
@@ -52,22 +72,23 @@ class StopWatch:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--snapshot_steps", default="auto")
+    options.add_argument("--framework", choices=("paddle", "torch"), default="paddle")
+    options.add_argument("--promise", choices=("rounding", "statistics"), default="rounding")
     args = options.parse_args()
     task = TASKS[args.task]
     stood = StopWatch()
     StateManager.after_step = stood.timed(StateManager.after_step)  # type: ignore[method-assign]
     stamper = Stamper(args.stamps)
-    model = make_network(args.task)
-    optimizer = paddle.optimizer.Momentum(
-        PARAMETERS["lr"], momentum=PARAMETERS["momentum"], parameters=model.parameters()
-    )
+    make = of_torch if args.framework == "torch" else of_paddle
+    model, optimizer, cross_entropy = make(args.task)
     every = args.snapshot_steps
     loop = elastic.Loop(
         model,
         optimizer,
         Images(task),
         batch_size=task.batch,
-        shards=task.shards,
+        promise=args.promise,
+        shards=task.shards if args.promise == "rounding" else None,
         epochs=-(-args.steps // EPOCH_STEPS),
         checkpoint=args.checkpoint,
         save_steps=args.save_steps,
@@ -76,7 +97,7 @@ def main() -> None:
     for epoch in loop.epochs():
         for step in epoch:
             for images, labels in step:
-                step.backward(F.cross_entropy(model(images), labels))
+                step.backward(cross_entropy(model(images), labels))
             step.update()
             current = current_stage()
             if current is not None and not step.is_warmup:

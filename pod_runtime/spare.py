@@ -122,7 +122,10 @@ def _own_random_numbers() -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import installed modules. One that cannot be imported is left to the script."""
+    """Import installed modules, and what ours import later (`import_the_rest`).
+
+    One that cannot be imported is left to the script.
+    """
     sites = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     own = str(Path(__file__).resolve().parent)
     for name in modules:
@@ -133,7 +136,9 @@ def preload(modules: Iterable[str]) -> None:
             # The user's own modules change from run to run, and may look at the environment.
             if not spec.origin.startswith((*sites, own)):
                 raise ImportError(f"{spec.origin} is not in site-packages")
-            importlib.import_module(name)
+            found = importlib.import_module(name)
+            if spec.origin.startswith(own) and hasattr(found, "import_the_rest"):
+                found.import_the_rest()
         except ImportError as error:
             sys.stderr.write(f"spare: --preload: {name} is left out: {error}\n")
 

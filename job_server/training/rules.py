@@ -251,7 +251,8 @@ def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: b
         return
     late = patience is not None and work.now >= patience
     comes = set(stage.pods_in(PodStagePhase.ABSENT)) - set(active.pod_ids)
-    if late or (comes and _goes_on_with(work, len(job.usable_pods(active.pod_ids)))):
+    left = len(job.usable_pods(active.pod_ids))
+    if late or (comes and (left >= job.target or _goes_on_with(work, left))):
         abandon(work, "the stage before crashed, and a recovery is quicker")
         ask_again(work, stage)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
@@ -18,6 +19,14 @@ from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
 from pod_runtime.trainer.frameworks.torch.group import TorchGroup
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
+
+
+def import_the_rest() -> None:
+    """Import what PyTorch imports with a process's first optimizer: as much again as by itself.
+
+    A spare calls this, so that no trainer that it makes waits for that.
+    """
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
 def torch_framework(

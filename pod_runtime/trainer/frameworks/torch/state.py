@@ -126,10 +126,10 @@ class TorchOptimizer:
                     f"optimizer: the state has {stored_count} {what}, this script {count}; use as "
                     f"many, or another checkpoint path"
                 )
-        known = set(self._names.values())
+        known = {name for name, _parameter in self._parameters()}
         for name in names:
             if name.rpartition(".")[0] not in known:
-                raise StateError(f"optimizer/{name}: the model has no such parameter")
+                raise StateError(f"optimizer/{name}: the optimizer has no such parameter")
 
     def load(
         self, specs: Mapping[str, StateTensor], source: Any, scalars: Mapping[str, Any]

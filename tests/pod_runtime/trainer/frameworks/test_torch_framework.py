@@ -559,3 +559,21 @@ def test_gradients_sent_during_the_backward_pass_are_not_there():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="'overlapped' is not there for PyTorch"):
         torch_framework(model, optimizer, header_size=HEADER, all_reduce="overlapped")
+
+
+def test_a_state_of_parameters_that_the_optimizer_lacks_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def made(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        return torch_framework(model, optimizer, header_size=HEADER)
+
+    whole, half = made(model.parameters()), made(model[1].parameters())
+    whole.step.begin()
+    whole.step.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    whole.step.apply(filled_shards=1, lr_factor=1.0)
+    layout = whole.state.layout()
+    data = bytearray(layout.total_bytes)
+    whole.state.copy_out(memoryview(data))
+    with pytest.raises(StateError, match=r"optimizer/0\.\w+\.\w+: the optimizer has no such"):
+        half.state.load(layout, memoryview(data), whole.state.scalars())

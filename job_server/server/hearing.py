@@ -1,12 +1,15 @@
 """Tell a busy server from silent nodes: it hears its own heartbeats the way it hears theirs."""
 
 import contextlib
+import logging
 import threading
 import time
 from contextlib import AbstractContextManager
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import Rejected, ServerAway
+
+logger = logging.getLogger(__name__)
 
 LONGEST_S = 0.5  # between two of its own heartbeats
 ANSWER_S = 60.0  # a server that is later than that with its answer is asked again
@@ -62,4 +65,7 @@ class OwnHeartbeat(threading.Thread):
                     before = sent_at
                 except ServerAway:  # it has not heard it
                     pass
+                except Exception:
+                    # Without this thread the server would seem late for ever, and no node silent.
+                    logger.exception("an own heartbeat failed")
                 time.sleep(self._hearing.every_s)

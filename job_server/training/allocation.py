@@ -107,17 +107,21 @@ def choose_restore(work: Work) -> RestoreFrom | None:
     )
 
 
-def unsaved(job: Job) -> RestoreFrom | None:
-    """Return the newest state if only memory holds it. None: nothing has to be saved."""
-    source = newest_in_memory(job)
+def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
+    """Return the newest state that pods hold if only memory holds it. None: nothing is to be saved.
+
+    Args:
+        but: pods that are left out.
+    """
+    source = newest_in_memory(job, but)
     saved = job.ending.saved
     if source is None or job.done or (saved is not None and age(saved) >= age(source)):
         return None
     return source
 
 
-def newest_in_memory(job: Job, silent: Collection[str] = ()) -> RestoreFrom | None:
-    """Return the newest snapshot that pods hold, but for silent ones. None: there is none.
+def newest_in_memory(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
+    """Return the newest snapshot that pods hold, but for some of them. None: there is none.
 
     A snapshot of an older stage than the newest that ever reported one does not count: the
     checkpoint path holds a newer state.
@@ -126,7 +130,7 @@ def newest_in_memory(job: Job, silent: Collection[str] = ()) -> RestoreFrom | No
         (age(ref), pod.pod_id)
         for pod in job.pods
         if not pod.released
-        and pod.pod_id not in silent
+        and pod.pod_id not in but
         and (ref := job.progress.snapshots.get(pod.pod_id))
     ]
     if not within_reach:

@@ -179,12 +179,12 @@ def _await_cut(work: Work, *, late: bool) -> None:
 def _await_save(work: Work, held: Halt) -> None:
     """Have one client after another write the newest state until one succeeds."""
     job = work.job
-    source = unsaved(job)
+    source = _writable(work)
     if job.ending.discard:
         _end(work)
     elif (parked := _parked_without_snapshot(work)) is not None:
         _end_without_snapshot(work, parked)
-    elif source is None or not _has_saver(work, source):
+    elif source is None:
         _end(work)
     elif held.save is None:
         _order_save(work, held, source)
@@ -246,10 +246,14 @@ def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
         _not_saved(work, replace(held, why_not=why), source)
 
 
-def _has_saver(work: Work, source: RestoreFrom) -> bool:
-    """Return whether some client is able to write the state, now or later."""
-    nodes = [find_node(work.cluster, pod.site.node_id) for pod in _savers(work, source)]
-    return any(view is None or view.node.saves for view in nodes)
+def _writable(work: Work) -> RestoreFrom | None:
+    """Return the newest unsaved state that some client is able to write, now or later.
+
+    An older one is better than none: clients of the version before write no states.
+    """
+    nodes = {pod.pod_id: find_node(work.cluster, pod.site.node_id) for pod in work.job.pods}
+    unable = {pod_id for pod_id, view in nodes.items() if view is not None and not view.node.saves}
+    return unsaved(work.job, unable)
 
 
 def _savers(work: Work, source: RestoreFrom) -> list[TrainingPod]:
@@ -350,12 +354,15 @@ def _await_end(work: Work, *, late: bool) -> None:
 
 def _after_end(work: Work) -> None:
     """Save what was not saved before, then release the pods; no trainer is left."""
-    source = unsaved(work.job)
-    if source is not None and not work.job.ending.discard:
-        if _has_saver(work, source):
+    if not work.job.ending.discard:
+        if _writable(work) is not None:
             _to(work, HaltPhase.SAVE)
             return
-        work.note("its job clients are of a version that writes no states; trainers may have")
+        if (left := unsaved(work.job)) is not None:
+            work.note(
+                f"step {left.step} is on nodes whose job clients are of a version that writes no "
+                f"states; trainers may have"
+            )
     _to(work, HaltPhase.RELEASE)
     for pod in work.job.pods:
         work.release(pod.pod_id)

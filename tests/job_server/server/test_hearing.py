@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from job_server.api import wire
-from job_server.server.hearing import Hearing
+from job_server.server.hearing import Hearing, OwnHeartbeat
 from tests.job_server.serving import ServerProcess, cpu_node, running_server
 from tests.support import wait_until
 
@@ -99,3 +99,29 @@ def test_a_server_is_as_late_as_its_last_own_heartbeat_is_beyond_the_usual():
     hearing = Hearing(1.0)
     hearing.heard(time.monotonic() - 60.0)
     assert 58.0 < hearing.late_s < 60.0
+
+
+class BrokenLock:
+    """Fails the first times that somebody wants it, and ends who wants it after that."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def __enter__(self) -> None:
+        self.left -= 1
+        raise OSError("no memory") if self.left else SystemExit
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_own_heartbeats_go_on_after_an_error_of_any_kind(tmp_path, caplog):
+    with running_server(tmp_path, "--no_job") as server:
+        lock = BrokenLock()
+        heartbeat = OwnHeartbeat(Hearing(0.1), server.url, None, lock)
+        heartbeat.start()
+        heartbeat.join(30)
+        assert not heartbeat.is_alive()
+    assert lock.left == 0
+    assert caplog.text.count("an own heartbeat failed") == 2

@@ -574,6 +574,24 @@ def test_clients_of_the_version_before_are_not_waited_for(asked, state):
     assert "of a version that writes no states" in "".join(made.reasons)
 
 
+def test_an_older_state_is_written_where_clients_of_the_version_before_hold_the_newest():
+    spec = wire.JobSpec(job_id="job", max_pods=2, overlap="off", max_failures=0)
+    made = ahead(World(spec, (node("a", 1, saves=False), node("b", 1)), total_steps=400))
+    refs = made.job.progress.snapshots
+    older = min(refs.values(), key=lambda ref: ref.step)
+    held = {
+        pod.pod_id: replace(older, step=older.step + 5) if pod.site.node_id == "a" else older
+        for pod in made.job.pods
+    }
+    made.job = replace(made.job, progress=replace(made.job.progress, snapshots=held))
+    made.crash()
+    made.run_until(FAILED)
+    saved = made.job.ending.saved
+    assert saved is not None
+    assert (saved.node_id, saved.step >= older.step) == ("b", True)
+    assert f"step {older.step + 5} is on nodes whose job clients" in "".join(made.reasons)
+
+
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_a_server_with_an_older_copy_of_its_database_goes_on_from_what_the_pods_hold(overlap):
     made = trains(world(overlap=overlap))

@@ -24,6 +24,12 @@ def failures(report: Path) -> dict[str, str]:
     return failed
 
 
+def was_collected(report: Path) -> bool:
+    """Return whether all tests were found, and by all workers alike."""
+    errors = ET.parse(report).iter("error")
+    return all(error.get("message") != "collection failure" for error in errors)
+
+
 def flaky_lines(first: dict[str, str], second: dict[str, str]) -> list[str]:
     """Return what to print of tests that failed at first and not again."""
     lines = []
@@ -38,6 +44,9 @@ def main(first: Path) -> int:
     failed = failures(first) if first.exists() else {}
     if not failed:
         return 1  # the tests were not reached, or their end was not
+    if not was_collected(first):
+        print("tests could not be collected")  # so none of them is what failed
+        return 1
     if len(failed) > MOST:
         print(f"{len(failed)} tests failed, too many to run again")
         return 1

@@ -41,7 +41,9 @@ def arguments_named(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("name", "node", "text"), documented(), ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("name", "node", "text"), [pytest.param(*each, id=each[0]) for each in documented()]
+)
 def test_a_docstring_names_the_arguments_that_there_are(name, node, text):
     every = [*node.args.args, *node.args.kwonlyargs]
     there = {each.arg for each in every} - {"self"}

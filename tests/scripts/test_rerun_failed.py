@@ -57,3 +57,9 @@ def test_a_broken_build_is_not_run_again(tmp_path, capsys):
     )  # fmt: skip
     assert rerun_failed.main(report) == 1
     assert "too many" in capsys.readouterr().out
+
+
+def test_tests_that_could_not_be_collected_are_not_run_again(tmp_path, capsys):
+    report = run_tests(tmp_path, "import there_is_no_such_module")
+    assert rerun_failed.main(report) == 1
+    assert "could not be collected" in capsys.readouterr().out

@@ -63,6 +63,14 @@ class ShardBuffers:
         """Return the sum of the changes of this rank's shards."""
         return self._changes[dtype]
 
+    def apply_alone(self, filled_shards: int) -> None:
+        """Move the buffers by what this rank's shards, which are all there are, have changed."""
+        if filled_shards > 1:
+            self.apply(self._changes, filled_shards)
+            return
+        for tensors, slices, _start, now, _size in self._groups:
+            now.scatter(tensors, slices)  # to the bit as the only shard has left them
+
     def apply(self, changes: dict[str, Any], filled_shards: int) -> None:
         """Move the buffers by `changes` / `filled_shards`."""
         for tensors, slices, start, now, size in self._groups:

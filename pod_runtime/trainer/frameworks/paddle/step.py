@@ -193,8 +193,7 @@ class PaddleStep:
         if self._group.world_size > 1:
             self._exchange.put_back(filled_shards)
         else:
-            changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
-            self._buffers.apply(changes, filled_shards)
+            self._buffers.apply_alone(filled_shards)
         if max_norm is not None:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)

@@ -99,11 +99,19 @@ class TorchShardBuffers:
             for tensors, start, now in self._groups:
                 now.gather(tensors)
                 torch._foreach_copy_(tensors, start.views)  # as they were
-                self._changes[start.tensor.dtype] += now.tensor.sub_(start.tensor)
+                self._changes[start.tensor.dtype] += now.tensor - start.tensor
 
     def changes(self) -> dict[Any, Any]:
         """Return the sums of the changes of this rank's shards, by type."""
         return self._changes
+
+    def apply_alone(self, filled_shards: int) -> None:
+        """Move the buffers by what this rank's shards, which are all there are, have changed."""
+        if filled_shards > 1:
+            self.apply(self._changes, filled_shards)
+            return
+        for tensors, _start, now in self._groups:
+            now.scatter(tensors)  # to the bit as the only shard has left them
 
     def apply(self, changes: dict[Any, Any], filled_shards: int) -> None:
         """Move the buffers by `changes` / `filled_shards`."""

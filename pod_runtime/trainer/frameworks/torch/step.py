@@ -117,7 +117,7 @@ class TorchStep:
         if self._group.world_size > 1:
             self._exchange.put_back(filled_shards)
         else:
-            self._buffers.apply(self._buffers.changes(), filled_shards)
+            self._buffers.apply_alone(filled_shards)
         if max_norm is not None:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)

@@ -74,11 +74,23 @@ def test_a_step_reads_the_samples_that_it_names():
     assert (loop.rank, loop.world_size, loop.step_count, loop.shards_per_batch) == (0, 1, 8, 4)
 
 
+class Alternates(nn.Layer):
+    """Its buffer jumps, so that old value + change is not the new value to the bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", paddle.full([1], 1e-9))
+
+    def forward(self, inputs: Any) -> Any:
+        self.last.set_value(paddle.full([1], 1e-9 if self.last.item() > 0.5 else 1.0))
+        return inputs
+
+
 @pytest.mark.filterwarnings("ignore:When training, we now always track global mean")
 def test_one_trainer_that_promises_statistics_trains_as_a_plain_loop(caplog):
     def build() -> tuple[Any, Any]:
         paddle.seed(5)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Linear(4, 1))
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Linear(4, 1), Alternates())
         return model, paddle.optimizer.Adam(0.05, parameters=model.parameters())
 
     caplog.set_level(logging.INFO)

@@ -284,11 +284,25 @@ def test_either_framework_is_enough(tmp_path, framework, other):
     assert done.stderr.count("checkpoint stage_00000001/step_0000000008 written") == 1
 
 
+class Alternates(torch.nn.Module):
+    """Its buffer jumps, so that old value + change is not the new value to the bit."""
+
+    last: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.full((), 1e-9))
+
+    def forward(self, inputs: Any) -> Any:
+        self.last.fill_(1e-9 if self.last > 0.5 else 1.0)
+        return inputs
+
+
 def test_one_trainer_that_promises_statistics_trains_as_a_plain_loop():
     def build() -> tuple[Any, Any]:
         torch.manual_seed(1)
         model = torch.nn.Sequential(
-            torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+            torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1), Alternates()
         )
         return model, torch.optim.Adam(model.parameters(), 0.1)
 

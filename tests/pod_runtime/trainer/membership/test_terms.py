@@ -131,7 +131,7 @@ def test_models_and_optimizers_that_differ_are_told_apart():
         model = paddle.nn.Sequential(paddle.nn.Linear(3, 4), paddle.nn.Linear(4, width))
         model[0].weight.stop_gradient = frozen
         optimizer = paddle.optimizer.Momentum(0.1, momentum, parameters=model.parameters())
-        return terms_of(model, optimizer, on_host=True)
+        return terms_of(model, [optimizer], on_host=True)
 
     same = described()
     assert said([same, described()]) == ["", ""], "values and Paddle's own names do not matter"

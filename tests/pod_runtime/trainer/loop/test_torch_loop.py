@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     ConcatDataset,
@@ -284,7 +285,7 @@ def test_either_framework_is_enough(tmp_path, framework, other):
     assert done.stderr.count("checkpoint stage_00000001/step_0000000008 written") == 1
 
 
-class Alternates(torch.nn.Module):
+class Alternates(nn.Module):
     """Its buffer jumps, so that old value + change is not the new value to the bit."""
 
     last: Any

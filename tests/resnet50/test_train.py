@@ -223,7 +223,7 @@ def test_imagenet_is_trained_by_the_recipe_where_it_is_named(tmp_path):
     assert options.model_save_dir == f"{tmp_path}/../output"
 
 
-@pytest.mark.slow  # the stack of compose trains the same program through a change of its nodes
+@pytest.mark.slow  # a minute of both cores; other tests change pods with small networks
 @pytest.mark.timeout(600)
 def test_pods_that_change_leave_one_training(tmp_path, monkeypatch):
     """Two pods, then one, as the benchmark of accuracy asks for it: real processes."""

@@ -173,6 +173,14 @@ class ApiClient:
     def nodes(self) -> tuple[wire.NodeStatus, ...]:
         return self._call(routes.LIST_NODES).nodes
 
+    def limit_node(self, node_id: str, slots: int | None) -> wire.NodeStatus:
+        """Let shared jobs have at most so many slots of a node; None: all. NotFound: no such."""
+        return self._call(routes.NODE_LIMIT, node_id, body=wire.NodeLimit(slots=slots))
+
+    def sharing(self) -> wire.Sharing:
+        """Return how jobs share the cluster."""
+        return self._call(routes.SHARING)
+
     def register_node(self, node: wire.Node) -> wire.NodePlan:
         """Register; Conflict: another client has its id, or uses its ports on the same address."""
         return self._call(routes.REGISTER_NODE, body=node)

@@ -207,6 +207,24 @@ LIST_NODES = Route(
     summary="All registered nodes.",
     answer=wire.NodeList,
 )
+NODE_LIMIT = Route(
+    name="limit_node",
+    method="POST",
+    path=f"{_NODE}/limit",
+    who="users",
+    summary="How many slots of a node shared jobs may have; null: all. It outlives the server.",
+    body=wire.NodeLimit,
+    answer=wire.NodeStatus,
+    errors=(404, 413),
+)
+SHARING = Route(
+    name="sharing",
+    method="GET",
+    path=f"{wire.API}/sharing",
+    who="users",
+    summary="How jobs share the cluster: nodes, and the shared jobs in the queue's order.",
+    answer=wire.Sharing,
+)
 REGISTER_NODE = Route(
     name="register",
     method="POST",

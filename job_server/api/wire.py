@@ -26,6 +26,9 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 SHOWN_CHARS = 300  # of the text of an exception
 MAX_ERROR_CHARS = 4096  # of the same, as it is sent
 MAX_METRICS = 500  # of one job
+MAX_AMOUNT = 10**9  # of thousandths of a core, or of MB
+MAX_PRIORITY = 1000
+MAX_AFTER = 100  # jobs that one job waits for
 TRAIN_LOSS = "train_loss"  # the metric that trainers report by themselves
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
@@ -94,11 +97,15 @@ class Node(Message, frozen=True, kw_only=True):
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
     saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
     client: str = ""  # the same as long as its log folder lives; "": of the version before
+    cpu_milli: Int = 0  # thousandths of a processor core; 0: not known, not limited
+    memory_mb: Int = 0  # 10**6 bytes; 0: not known, not limited
 
     def __post_init__(self) -> None:
         check_id("node_id", self.node_id)
         if self.client:
             check_id("client", self.client)
+        check_range("cpu_milli", self.cpu_milli, 0, MAX_AMOUNT)
+        check_range("memory_mb", self.memory_mb, 0, MAX_AMOUNT)
         if self.job_id is not None:
             check_id("job_id", self.job_id)
         if not self.addr or len(self.addr) > 255 or any(c in self.addr for c in " ,/;"):
@@ -255,6 +262,13 @@ class NodeReport(Message, frozen=True, kw_only=True):
     slots: tuple[SlotUsage, ...] = ()
     leaving: bool = False  # the client ends in an orderly way and has stopped its pods
     client: str = ""  # as in Node
+    foreign_cpu_milli: Int | None = None  # that processes use which are no pods'; None: not known
+    foreign_memory_mb: Int | None = None  # ... and of memory
+
+    def __post_init__(self) -> None:
+        for field in ("foreign_cpu_milli", "foreign_memory_mb"):
+            if (value := getattr(self, field)) is not None:
+                check_range(field, value, 0, MAX_AMOUNT)
 
 
 # --- stages: launcher <-> server --------------------------------------------------------------
@@ -578,12 +592,20 @@ class JobSpec(Message, frozen=True, kw_only=True):
     demand_timeout_s: float = 300.0  # teachers: after so long without demand, min_pods are enough
     demand_interval_s: float = 2.0  # teachers: of several reports in that time, one counts
     take_over: bool = False  # replace another training that has the folder of checkpoints
+    share: bool = False  # the server chooses how many pods it has: none, or min_pods to max_pods
+    priority: Int = 0  # of a shared job, as all below: the highest goes first
+    user: str = ""  # whose share of the cluster it is; "": all such jobs are of one user
+    after: tuple[str, ...] = ()  # jobs that must have SUCCEEDED before it starts
+    cpu_milli: Int = 0  # that a trainer needs, in thousandths of a core; 0: not counted
+    memory_mb: Int = 0  # that a trainer needs, in 10**6 bytes; 0: not counted
+    max_run_time_s: float | None = None  # of running, not waiting; then it is stopped; None: any
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
         if self.folder is not None:
             check_id("folder", self.folder)
         _check_kind(self)
+        _check_share(self)
         check_range("min_pods", self.min_pods, 0 if self.kind is JobKind.TEACHER else 1, 4096)
         check_range("max_pods", self.max_pods, 1, 4096)
         if self.max_pods < self.min_pods:
@@ -644,6 +666,15 @@ _TRAINING_ONLY = {  # field -> its default
     "keep_failed_s": 3600.0,
     "max_resizes": None,
     "take_over": False,
+    "share": False,
+}
+_SHARED_ONLY = {  # field -> its default
+    "priority": 0,
+    "user": "",
+    "after": (),
+    "cpu_milli": 0,
+    "memory_mb": 0,
+    "max_run_time_s": None,
 }
 
 
@@ -669,6 +700,49 @@ def _check_kind(spec: JobSpec) -> None:
                 f"{field}: means nothing for a job of kind teacher, whose pods have no stages; "
                 "leave it out"
             )
+
+
+def _check_share(spec: JobSpec) -> None:
+    """Refuse what a job that shares the cluster cannot have, and what only such a job can.
+
+    Raises:
+        WireError: one of these is set, or is out of range.
+    """
+    if not spec.share:
+        for field, default in _SHARED_ONLY.items():
+            if getattr(spec, field) != default:
+                raise WireError(
+                    f"{field}: only of a job that shares the cluster; add share, or leave it out"
+                )
+        return
+    if spec.script.kind is not ScriptKind.NONE:
+        raise WireError(
+            "script: the server chooses how many pods a shared job has, so a change script cannot; "
+            "leave out script or share"
+        )
+    if spec.pods is not None:
+        raise WireError(
+            f"pods: the server chooses how many pods a shared job has; give min_pods and max_pods "
+            f"instead of {spec.pods}, or leave out share"
+        )
+    if spec.expected_nodes > 1:
+        raise WireError(
+            f"expected_nodes: a shared job starts as soon as its min_pods have a place; leave out "
+            f"{spec.expected_nodes} or share"
+        )
+    check_range("priority", spec.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if spec.user:
+        check_id("user", spec.user)
+    if len(spec.after) > MAX_AFTER:
+        raise WireError(f"after: at most {MAX_AFTER} jobs, got {len(spec.after)}")
+    for job_id in spec.after:
+        check_id("after", job_id)
+        if job_id == spec.job_id:
+            raise WireError(f"after: {job_id!r} is the job itself; name others")
+    check_range("cpu_milli", spec.cpu_milli, 0, MAX_AMOUNT)
+    check_range("memory_mb", spec.memory_mb, 0, MAX_AMOUNT)
+    if spec.max_run_time_s is not None:
+        check_range("max_run_time_s", spec.max_run_time_s, 1, MAX_RUN_TIME_S)
 
 
 class JobPod(Message, frozen=True, kw_only=True):
@@ -764,6 +838,15 @@ class TeacherStatus(Message, frozen=True, kw_only=True):
     demand_age_s: float | None  # None: as above
 
 
+class Allotment(Message, frozen=True, kw_only=True):
+    """How many pods the server has decided that a shared job has, and why."""
+
+    pods: Int  # 0: it waits
+    reason: str
+    since: float  # seconds since 1970
+    nodes: dict[str, Int]  # node -> pods
+
+
 class JobStatus(Message, frozen=True, kw_only=True):
     """A job as users see it."""
 
@@ -795,6 +878,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()  # the job goes on, but perhaps not as its user wants
     saving: SaveState | None = None  # what is being written now; None: nothing is
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
+    allotment: Allotment | None = None  # None: not a shared job, or nothing is decided yet
 
 
 class JobEvent(Message, frozen=True, kw_only=True):
@@ -846,6 +930,62 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     alive: bool
     last_seen_at: float
     report: dict[str, Any]
+    limit: Int | None = None  # of slots for shared jobs; None: all
+
+
+class NodeLimit(Message, frozen=True, kw_only=True):
+    """How many slots of a node shared jobs may have together; None: all that are free."""
+
+    slots: Int | None
+
+    def __post_init__(self) -> None:
+        if self.slots is not None:
+            check_range("slots", self.slots, 0, 4096)
+
+
+class SharedNode(Message, frozen=True, kw_only=True):
+    """A node as jobs share it."""
+
+    node_id: str
+    alive: bool
+    slots: Int  # that are usable
+    used_shared: Int  # slots that shared jobs hold
+    used_others: Int  # ... and other jobs, teachers, strangers
+    limit: Int | None = None  # of slots for shared jobs; None: all
+    cpu_milli: Int = 0  # as of Node; 0: not known
+    cpu_used_milli: Int = 0  # what shared jobs' trainers have by their specs, and foreign load
+    memory_mb: Int = 0
+    memory_used_mb: Int = 0
+    gpu_percent: float | None = None  # mean use of its GPUs; None: it has none, or not known
+
+
+class SharedJob(Message, frozen=True, kw_only=True):
+    """A shared job that has not ended, in the order in which the queue serves them."""
+
+    job_id: str
+    user: str = ""
+    priority: Int = 0
+    state: JobState
+    pods: Int  # that it has now
+    allotted: Int  # that it is to have; 0: it waits
+    min_pods: Int
+    max_pods: Int
+    slots_per_pod: Int = 1
+    reason: str = ""  # of the allotment
+    after: tuple[str, ...] = ()  # those of its spec that have not succeeded yet
+    submitted_at: float  # seconds since 1970
+    started_at: float | None = None  # its first start; None: not yet
+    waited_s: float = 0.0  # in the queue, all times together
+    remaining_s: float | None = None  # of work for one pod; None: not known
+    step_s: dict[Int, float]  # pods -> seconds per step, as measured
+
+
+class Sharing(Message, frozen=True, kw_only=True):
+    """How jobs share the cluster now."""
+
+    policy: str
+    nodes: tuple[SharedNode, ...] = ()
+    jobs: tuple[SharedJob, ...] = ()
 
 
 # --- what a route answers that answers no message from above --------------------------------------

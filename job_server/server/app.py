@@ -96,6 +96,8 @@ def _handlers(service: JobService, guard: Guard) -> Mapping[str, Handler]:
         "events": service.events,
         "demand": service.demand,
         "list_nodes": service.nodes,
+        "limit_node": service.limit_node,
+        "sharing": service.sharing,
         "register": service.register,
         "plan": service.plan,
         "report_node": service.report_node,

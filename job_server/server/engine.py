@@ -23,6 +23,7 @@ from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import job_types
 from job_server.sharing.job_types import AnyJob
+from job_server.sharing.overview import NodeUse, overview
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
 from job_server.training.job import Job
@@ -128,6 +129,7 @@ class Engine:
                 logger.error("a node in the database cannot be read and is left out: %s", error)
                 continue
             self.registry.put(self.known(node))
+        self.registry.limits.update(self.store.limits())
 
     def start(self) -> None:
         """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
@@ -563,6 +565,37 @@ class Engine:
         for entry in self.jobs.values():
             entry.node_pods.pop(node_id, None)
         self.slots_moved = True
+
+    def limit_node(self, node_id: str, slots: int | None) -> wire.NodeStatus:
+        """Limit what shared jobs may have of a node; None: no more.
+
+        Raises:
+            NotFound: it is not registered.
+        """
+        known = self.registry.get(node_id)
+        self.store.save_limit(node_id, slots)
+        if slots is None:
+            self.registry.limits.pop(node_id, None)
+        else:
+            self.registry.limits[node_id] = slots
+        logger.info(
+            "node %s: shared jobs may have %s slots", node_id, "all" if slots is None else slots
+        )
+        return self.registry.status(known, self.now())
+
+    def sharing(self) -> wire.Sharing:
+        """Return how jobs share the cluster."""
+        now = self.now()
+        nodes = [
+            NodeUse(
+                node=known.node,
+                alive=self.registry.is_alive(known, now),
+                report=known.report,
+                limit=self.registry.limits.get(known.node.node_id),
+            )
+            for known in self.registry.nodes.values()
+        ]
+        return overview("", [entry.job for entry in self.jobs.values()], nodes, now)
 
     def known(self, node: wire.Node) -> KnownNode:
         pods = self.plan_of(node.node_id)

@@ -44,6 +44,7 @@ class NodeRegistry:
         self.heartbeat_s = heartbeat_s
         self.hearing = Hearing(heartbeat_s)
         self.nodes: dict[str, KnownNode] = {}
+        self.limits: dict[str, int] = {}  # node -> slots for shared jobs, registered or not
         self._members = 0  # how often nodes have registered or left
         self._changes = 0  # ... and reported
 
@@ -155,15 +156,16 @@ class NodeRegistry:
         return changed
 
     def statuses(self, now: float) -> list[wire.NodeStatus]:
-        return [
-            wire.NodeStatus(
-                node=known.node,
-                alive=self.is_alive(known, now),
-                last_seen_at=known.seen_at,
-                report={} if known.report is None else wire.encode(known.report),
-            )
-            for known in self.nodes.values()
-        ]
+        return [self.status(known, now) for known in self.nodes.values()]
+
+    def status(self, known: KnownNode, now: float) -> wire.NodeStatus:
+        return wire.NodeStatus(
+            node=known.node,
+            alive=self.is_alive(known, now),
+            last_seen_at=known.seen_at,
+            report={} if known.report is None else wire.encode(known.report),
+            limit=self.limits.get(known.node.node_id),
+        )
 
 
 def _view(known: KnownNode, slots: Sequence[Held] = (), ports: Sequence[Held] = ()) -> NodeView:

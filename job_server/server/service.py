@@ -418,6 +418,20 @@ class JobService:
         """Return all nodes' NodeStatus."""
         return JsonReply(body=to_json(wire.NodeList(nodes=tuple(self.node_statuses()))))
 
+    def limit_node(self, node_id: str, limit: wire.NodeLimit) -> wire.NodeStatus:
+        """Limit what shared jobs may have of a node; return its NodeStatus.
+
+        Raises:
+            NotFound: the node is not registered.
+        """
+        with self.engine.lock:
+            return self.engine.limit_node(node_id, limit.slots)
+
+    def sharing(self) -> wire.Sharing:
+        """Return how jobs share the cluster."""
+        with self.engine.lock:
+            return self.engine.sharing()
+
     def node_statuses(self) -> list[wire.NodeStatus]:
         with self.engine.lock:
             return self.engine.registry.statuses(self.now())

@@ -14,6 +14,9 @@ from job_server.api.errors import ConfigError, StoreTrouble
 
 SCHEMA_VERSION = 2  # 1 differs in the fields of jobs, which `sharing.upgrade` knows
 _READABLE = (1, SCHEMA_VERSION)
+_LIMITS = """
+CREATE TABLE IF NOT EXISTS limits (node_id TEXT PRIMARY KEY, slots INTEGER NOT NULL) WITHOUT ROWID
+"""  # later than the other tables: a server that does not know it leaves it alone
 KEPT_EVENTS = 10_000  # per job; older ones are forgotten
 
 _SCHEMA = """
@@ -98,6 +101,7 @@ class Store:
                     f"--db: {self._path} has schema version {version}, this server knows "
                     f"{SCHEMA_VERSION}; use the server that wrote it, or name another file"
                 )
+            self.connection.execute(_LIMITS)
             self.connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextmanager
@@ -225,6 +229,17 @@ class Store:
     def delete_node(self, node_id: str) -> None:
         with self._writing(durable=False) as db:
             db.execute("DELETE FROM nodes WHERE node_id = ?", (node_id,))
+
+    def limits(self) -> dict[str, int]:
+        """Return node -> slots that shared jobs may have there, where that is limited."""
+        return {str(node): int(slots) for node, slots in self._read("SELECT * FROM limits")}
+
+    def save_limit(self, node_id: str, slots: int | None) -> None:
+        """Limit what shared jobs may have of a node; None: no more."""
+        with self._writing(durable=True) as db:
+            db.execute("DELETE FROM limits WHERE node_id = ?", (node_id,))
+            if slots is not None:
+                db.execute("INSERT INTO limits (node_id, slots) VALUES (?, ?)", (node_id, slots))
 
     def close(self) -> None:
         with self._lock:

@@ -195,3 +195,46 @@ def test_a_message_without_the_fields_of_this_version_has_their_defaults():
 def test_a_key_that_stands_twice_with_other_content_is_refused_by_name(kind, body, where):
     with pytest.raises(WireError, match=f"^{where}: a key stands twice; send it once"):
         from_json(kind, body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"priority": 5}, "priority: only of a job that shares the cluster; add share"),
+        ({"user": "ann"}, "user: only of a job that shares"),
+        ({"after": ["b"]}, "after: only of a job that shares"),
+        ({"max_run_time_s": 60}, "max_run_time_s: only of a job that shares"),
+        ({"share": True, "pods": 1}, "pods: the server chooses how many pods"),
+        ({"share": True, "expected_nodes": 2}, "expected_nodes: a shared job starts as soon as"),
+        ({"share": True, "script": {"kind": "alternate"}}, "script: the server chooses"),
+        ({"share": True, "priority": 1001}, "priority: must be between -1000 and 1000, got 1001"),
+        ({"share": True, "user": "../x"}, "user: '../x' is not an id"),
+        ({"share": True, "after": ["../x"]}, "after: '../x' is not an id"),
+        ({"share": True, "after": ["a"]}, "after: 'a' is the job itself"),
+        ({"share": True, "cpu_milli": -1}, "cpu_milli: must be between 0"),
+        ({"share": True, "memory_mb": -1}, "memory_mb: must be between 0"),
+        ({"share": True, "max_run_time_s": 0}, "max_run_time_s: must be between 1"),
+        ({"share": True, "kind": "teacher", "service": "s"}, "share: means nothing for a job of"),
+    ],
+)
+def test_what_a_shared_job_cannot_have_and_what_only_it_can_is_refused_by_name(fields, says):
+    with pytest.raises(WireError, match=f"^{re.escape(says)}"):
+        decode(JobSpec, {"job_id": "a", **fields})
+
+
+def test_a_shared_job_is_what_it_was_after_a_journey():
+    spec = JobSpec(
+        job_id="a", share=True, priority=-3, user="ann", after=("b", "c"), cpu_milli=1500,
+        memory_mb=800, max_run_time_s=3600.0,
+    )  # fmt: skip
+    assert from_json(JobSpec, to_json(spec)) == spec
+    sharing = wire.Sharing(
+        policy="goodput",
+        jobs=(
+            wire.SharedJob(
+                job_id="a", state=wire.JobState.WAITING, pods=0, allotted=0, min_pods=1,
+                max_pods=2, submitted_at=1.0, step_s={1: 0.5, 2: 0.3},
+            ),
+        ),
+    )  # fmt: skip
+    assert from_json(wire.Sharing, to_json(sharing)) == sharing

@@ -36,6 +36,24 @@ def test_jobs_nodes_and_events_outlive_the_server(path):
     store.close()
 
 
+def test_limits_of_nodes_outlive_the_server_and_its_version_before(path):
+    before = Store(path)  # of a version that knew no limits
+    before.connection.execute("DROP TABLE limits")
+    before.close()
+
+    store = Store(path)
+    store.save_limit("node-a", 2)
+    store.save_limit("node-b", 0)
+    store.save_limit("node-c", 1)
+    store.save_limit("node-a", 3)
+    store.save_limit("node-c", None)
+    store.close()
+
+    store = Store(path)
+    assert store.limits() == {"node-a": 3, "node-b": 0}
+    store.close()
+
+
 def test_what_pods_hold_is_written_into_the_job(path):
     store = Store(path)
     store.save_job("digits", {"progress": {"snapshots": {"p0": {"stage": 1}}}, "step": 1})

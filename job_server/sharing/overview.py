@@ -1,0 +1,105 @@
+"""Show how jobs share the cluster. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from job_server.api.wire import JobState, Node, NodeReport, SharedJob, SharedNode, Sharing, SlotKind
+from job_server.sharing.job_types import AnyJob, job_status, slots_held
+from job_server.sharing.job_views import measured_step_s, remaining_s
+from job_server.training.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUse:
+    """A registered node, and what is known of its use."""
+
+    node: Node
+    alive: bool
+    report: NodeReport | None  # None: none since it registered
+    limit: int | None  # of slots for shared jobs; None: all
+
+
+def is_shared(job: AnyJob) -> bool:
+    return isinstance(job, Job) and job.spec.share
+
+
+def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now: float) -> Sharing:
+    """Return how jobs share the cluster.
+
+    Args:
+        policy: its name.
+        jobs: all, those that are not shared included.
+    """
+    shared = [job for job in jobs if isinstance(job, Job) and is_shared(job)]
+    waiting = sorted(
+        (job for job in shared if not job.state.ended),
+        key=lambda job: (-job.spec.priority, job.submitted_at),
+    )
+    succeeded = {job.spec.job_id for job in jobs if job.state is JobState.SUCCEEDED}
+    return Sharing(
+        policy=policy,
+        nodes=tuple(_node(use, jobs) for use in nodes),
+        jobs=tuple(_job(job, now, succeeded) for job in waiting),
+    )
+
+
+def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
+    node, report = use.node, use.report
+    usable = {slot.index for slot in node.slots if slot.usable}
+    strangers = () if report is None else (each.index for each in report.slots if each.stranger)
+    own: set[int] = set()
+    others = usable.intersection(strangers)
+    trainers = [0, 0]
+    for job in jobs:
+        held = slots_held(job).get(node.node_id, frozenset())
+        (own if is_shared(job) else others).update(held)
+        if isinstance(job, Job):
+            trainers[0] += len(held) * job.spec.cpu_milli
+            trainers[1] += len(held) * job.spec.memory_mb
+    foreign_cpu = None if report is None else report.foreign_cpu_milli
+    foreign_memory = None if report is None else report.foreign_memory_mb
+    gpus = {slot.index for slot in node.slots if slot.kind is SlotKind.GPU}
+    use_of_gpus = [
+        each.utilization_percent
+        for each in (() if report is None else report.slots)
+        if each.index in gpus
+    ]
+    return SharedNode(
+        node_id=node.node_id,
+        alive=use.alive,
+        slots=len(usable),
+        used_shared=len(own),
+        used_others=len(others - own),
+        limit=use.limit,
+        cpu_milli=node.cpu_milli,
+        cpu_used_milli=trainers[0] + (foreign_cpu or 0),
+        memory_mb=node.memory_mb,
+        memory_used_mb=trainers[1] + (foreign_memory or 0),
+        gpu_percent=sum(use_of_gpus) / len(use_of_gpus) if use_of_gpus else None,
+    )
+
+
+def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
+    status, spec = job_status(job, now, 0), job.spec
+    committed = [record.committed_at for record in job.records if record.committed_at is not None]
+    stage = job.active
+    running = stage is not None and stage.over is None
+    allotment = status.allotment
+    return SharedJob(
+        job_id=spec.job_id,
+        user=spec.user,
+        priority=spec.priority,
+        state=job.state,
+        pods=len(stage.members) if stage is not None and running else 0,
+        allotted=0 if allotment is None else allotment.pods,
+        min_pods=spec.min_pods,
+        max_pods=spec.max_pods,
+        slots_per_pod=spec.slots_per_pod,
+        reason=status.reason if allotment is None else allotment.reason,
+        after=tuple(other for other in spec.after if other not in succeeded),
+        submitted_at=job.submitted_at,
+        started_at=min(committed, default=None),
+        waited_s=status.account.waiting_s,
+        remaining_s=remaining_s(job, now),
+        step_s=measured_step_s(job, now),
+    )

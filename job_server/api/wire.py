@@ -957,6 +957,8 @@ class SharedNode(Message, frozen=True, kw_only=True):
     memory_mb: Int = 0
     memory_used_mb: Int = 0
     gpu_percent: float | None = None  # mean use of its GPUs; None: it has none, or not known
+    job_id: str | None = None  # the only job that it serves; None: those in `folders`
+    folders: tuple[str, ...] = ()
 
 
 class SharedJob(Message, frozen=True, kw_only=True):
@@ -978,12 +980,19 @@ class SharedJob(Message, frozen=True, kw_only=True):
     waited_s: float = 0.0  # in the queue, all times together
     remaining_s: float | None = None  # of work for one pod; None: not known
     step_s: dict[Int, float]  # pods -> seconds per step, as measured
+    nodes: dict[str, Int]  # node -> pods that it has, or is to have
+    since: float  # seconds since 1970: it waits, or has so many
+    cpu_milli: Int = 0  # of a trainer, as of JobSpec
+    memory_mb: Int = 0
+    folder: str | None = None
+    run_time_left_s: float | None = None  # until max_run_time_s ends it; None: it has none
 
 
 class Sharing(Message, frozen=True, kw_only=True):
     """How jobs share the cluster now."""
 
     policy: str
+    now: float = 0.0  # seconds since 1970
     nodes: tuple[SharedNode, ...] = ()
     jobs: tuple[SharedJob, ...] = ()
 

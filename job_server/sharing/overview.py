@@ -38,6 +38,7 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
     succeeded = {job.spec.job_id for job in jobs if job.state is JobState.SUCCEEDED}
     return Sharing(
         policy=policy,
+        now=now,
         nodes=tuple(_node(use, jobs) for use in nodes),
         jobs=tuple(_job(job, now, succeeded) for job in waiting),
     )
@@ -76,6 +77,8 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         memory_mb=node.memory_mb,
         memory_used_mb=trainers[1] + (foreign_memory or 0),
         gpu_percent=sum(use_of_gpus) / len(use_of_gpus) if use_of_gpus else None,
+        job_id=node.job_id,
+        folders=node.folders,
     )
 
 
@@ -84,7 +87,14 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
     committed = [record.committed_at for record in job.records if record.committed_at is not None]
     stage = job.active
     running = stage is not None and stage.over is None
-    allotment = status.allotment
+    allotment, account = status.allotment, status.account
+    nodes: dict[str, int] = {}
+    for member in stage.members if stage is not None and running else ():
+        nodes[member.pod.node_id] = nodes.get(member.pod.node_id, 0) + 1
+    left_s = None
+    if spec.max_run_time_s is not None:
+        ran_s = account.total_s - account.waiting_s - account.paused_s
+        left_s = max(0.0, spec.max_run_time_s - ran_s)
     return SharedJob(
         job_id=spec.job_id,
         user=spec.user,
@@ -99,7 +109,13 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
         after=tuple(other for other in spec.after if other not in succeeded),
         submitted_at=job.submitted_at,
         started_at=min(committed, default=None),
-        waited_s=status.account.waiting_s,
+        waited_s=account.waiting_s,
         remaining_s=remaining_s(job, now),
         step_s=measured_step_s(job, now),
+        nodes=nodes if allotment is None else allotment.nodes,
+        since=job.submitted_at if allotment is None else allotment.since,
+        cpu_milli=spec.cpu_milli,
+        memory_mb=spec.memory_mb,
+        folder=spec.folder,
+        run_time_left_s=left_s,
     )

@@ -233,7 +233,7 @@ def test_a_shared_job_is_what_it_was_after_a_journey():
         jobs=(
             wire.SharedJob(
                 job_id="a", state=wire.JobState.WAITING, pods=0, allotted=0, min_pods=1,
-                max_pods=2, submitted_at=1.0, step_s={1: 0.5, 2: 0.3},
+                max_pods=2, submitted_at=1.0, step_s={1: 0.5, 2: 0.3}, nodes={"n": 1}, since=2.0,
             ),
         ),
     )  # fmt: skip

@@ -20,6 +20,33 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole // 60 % 60} min"
 
 
+def roughly(seconds: float) -> str:
+    """Return e.g. `40 s`, `12 min`, `5 h 10 min`, `3 days`: for what is not known exactly."""
+    if seconds < 90:
+        return f"{max(round(seconds), 0)} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        rest = minutes % 60 // 10 * 10
+        return f"{minutes // 60} h {rest} min" if rest else f"{minutes // 60} h"
+    return f"{round(minutes / 1440)} days"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return e.g. `1 slot`, `2 slots`, `no slot`."""
+    return f"{number or 'no'} {noun}" if number in (0, 1) else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return e.g. `a`, `a and b`, `a, b and c`; of more than `most`: `a, b, c and 7 others`."""
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} others"]
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def saving_text(save: SaveState) -> str:
     """Return how far the writing of a state is, e.g. `writing step 12: 0.6 of 1.2 GB`."""
     if not save.total_bytes:

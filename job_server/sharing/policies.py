@@ -1,8 +1,9 @@
 """The policies that share a cluster; `allocate` says what they decide. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from job_server.sharing.allocate import JobView
+from job_server.sharing.allocate import JobView, Policy
 
 _UNKNOWN_S = 3600.0  # of work, of a job that has made no step yet
 
@@ -61,6 +62,9 @@ class Goodput:
     def may_move(self, job: JobView, trainers: int, now: float) -> bool:
         is_settled = now - job.changed_at >= self.settle_s
         return is_settled and _left(job) > self.last_s * job.step_time.speedup(trainers)
+
+
+POLICIES: Mapping[str, Policy] = {"fulfilment": Fulfilment(), "goodput": Goodput()}
 
 
 def _fulfilment(job: JobView, trainers: int) -> float:

@@ -1,0 +1,388 @@
+"""Explain in words why a shared job has so many pods, or waits, and what will change that. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from job_server.api.text import counted, listed, roughly
+from job_server.api.wire import JobState, SharedJob, SharedNode, Sharing
+from job_server.sharing.forecast import (
+    Outlook,
+    decide,
+    fits_now,
+    foresee,
+    need_of,
+    nodes_for,
+    rooms_of,
+)
+from job_server.sharing.resources import Resources
+from job_server.sharing.speedup import fit
+
+_HALTED = {
+    JobState.PAUSING: "{0} is being paused: its newest state is written",
+    JobState.PAUSED: "{0} is paused; `edl resume {0}` puts it into the queue again",
+    JobState.STOPPING: "{0} is being stopped: its newest state is written",
+}
+_UNSUCCESSFUL = (JobState.FAILED, JobState.STOPPED)
+
+Facts = tuple[tuple[str, str], ...]  # name, text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a job is as it is: a sentence, and what stands behind it."""
+
+    summary: str
+    facts: Facts
+    outlook: Outlook
+
+
+def explain(
+    sharing: Sharing, job_id: str, states: Mapping[str, JobState] | None = None
+) -> Explanation:
+    """Return why a shared job that has not ended has so many pods, or waits.
+
+    Args:
+        states: of all jobs of the server, for those that it is to start after.
+
+    Raises:
+        KeyError: there is no such job in `sharing`.
+    """
+    job = {each.job_id: each for each in sharing.jobs}[job_id]
+    outlook = foresee(sharing, until=job_id)[job_id]
+    if job.state in _HALTED:
+        summary, facts = _HALTED[job.state].format(job_id), _wants(job)
+    elif job.nodes:
+        summary, facts = _running(sharing, job, outlook)
+    else:
+        summary, facts = _waiting(sharing, job, outlook, states or {})
+    return Explanation(summary=summary, facts=facts, outlook=outlook)
+
+
+def outlook_text(job: SharedJob, outlook: Outlook) -> str:
+    """Return what comes next of a job, in a few words: `starts in 12 min`."""
+    if job.nodes or job.state in _HALTED:
+        return "" if outlook.ends_in_s is None else f"ends in {roughly(outlook.ends_in_s)}"
+    if outlook.starts_in_s is None:
+        return ""
+    return "starts now" if outlook.starts_in_s < 1 else f"starts in {roughly(outlook.starts_in_s)}"
+
+
+def range_text(job: SharedJob) -> str:
+    """Return e.g. `2 to 8`."""
+    return (
+        f"{job.min_pods}" if job.min_pods == job.max_pods else f"{job.min_pods} to {job.max_pods}"
+    )
+
+
+# --- a job that waits -----------------------------------------------------------------------------
+
+
+def _waiting(
+    sharing: Sharing, job: SharedJob, outlook: Outlook, states: Mapping[str, JobState]
+) -> tuple[str, Facts]:
+    states = {other.job_id: other.state for other in sharing.jobs} | dict(states)
+    why = _dependencies(job, states) if job.after else _missing(sharing, job)
+    when = _when(sharing, job, outlook, states)
+    again = " again" if job.started_at is not None else ""
+    since = roughly(sharing.now - job.since)
+    facts = list(_wants(job))
+    if _queues(job):
+        waiting = sum(_queues(other) for other in sharing.jobs)
+        facts.append(("place", f"{len(_before(sharing, job)) + 1} of {waiting} that wait"))
+    if outlook.starts_in_s is not None and outlook.ends_in_s is not None:
+        facts.append(("ends", f"in about {roughly(outlook.ends_in_s)}"))
+    if again:
+        facts.append(("its state", "is kept: it goes on after its last step"))
+    facts += [("sooner", text) for text in _sooner(sharing, job)]
+    text = f"{job.job_id} waits{again} since {since}: {why}"
+    return f"{text}; {when}" if when else text, tuple(facts)
+
+
+def _dependencies(job: SharedJob, states: Mapping[str, JobState]) -> str:
+    named = [
+        f"{other} ({states[other].value if other in states else 'no job of this server'})"
+        for other in job.after
+    ]
+    return f"it is to start once {listed(named)} {'has' if len(named) == 1 else 'have'} succeeded"
+
+
+def _missing(sharing: Sharing, job: SharedJob) -> str:
+    """Return what it needs, what is free, and who has the rest."""
+    nodes = nodes_for(sharing, job)
+    if not nodes:
+        if job.folder is None:
+            return "no node that can be reached serves it, start its `edl client`"
+        return (
+            f"no node that can be reached has a folder {job.folder!r} for it, start an "
+            "`edl client` whose --jobs_dir has one"
+        )
+    least = job.min_pods * job.slots_per_pod
+    most = sum(_allowed(node) for node in nodes)
+    if least > most:
+        return f"needs {counted(least, 'slot')}, its nodes have {most} for it{_limits(nodes)}"
+    if fits_now(sharing, job.job_id):
+        return "there is room for it now"
+    need = counted(least, "slot")
+    if job.slots_per_pod > 1:
+        need += f" ({counted(job.min_pods, 'pod')} of {job.slots_per_pod}, each on one node)"
+    left = _left(sharing, nodes)
+    free = sum(each.slots for each in left)
+    text = f"needs {need}, {free} {'is' if free == 1 else 'are'} free{_limits(nodes)}"
+    if free >= least:
+        text += _shortage(job, left)
+    text += _first_for(sharing, job)
+    holders = _holders(sharing, job, nodes)
+    return f"{text}; {holders}" if holders else text
+
+
+def _shortage(job: SharedJob, left: Sequence[Resources]) -> str:
+    """Say of what there is too little, though there are slots enough."""
+    each = need_of(job)
+    roomy = [amounts for amounts in left if amounts.slots >= each.slots]
+    if not roomy:
+        return ", but no node has enough of them for a pod"
+    memory, cpu = max(one.memory_mb for one in roomy), max(one.cpu_milli for one in roomy)
+    if memory < each.memory_mb:
+        return f", but a pod needs {_gb(each.memory_mb)} of memory and {_gb(memory)} are left"
+    if cpu < each.cpu_milli:
+        return f", but a pod needs {_cores(each.cpu_milli)} and {_cores(cpu)} are left"
+    return ""
+
+
+def _first_for(sharing: Sharing, job: SharedJob) -> str:
+    """Name who waits as well and is to start before it, if it could start without them."""
+    names = _before(sharing, job)
+    rest = tuple(other for other in sharing.jobs if other.job_id not in names)
+    if not names or not fits_now(replace(sharing, jobs=rest), job.job_id):
+        return ""
+    return f", which {listed(names)} {'is' if len(names) == 1 else 'are'} to have first"
+
+
+def _before(sharing: Sharing, job: SharedJob) -> list[str]:
+    """Return who waits for room as well and comes before it."""
+    place = (-job.priority, job.submitted_at)
+    return [
+        other.job_id
+        for other in sharing.jobs
+        if _queues(other) and (-other.priority, other.submitted_at) < place
+    ]
+
+
+def _holders(sharing: Sharing, job: SharedJob, nodes: Sequence[SharedNode]) -> str:
+    """Say who has the slots, and why they do not give way."""
+    here = {node.node_id for node in nodes}
+    holding = [other for other in _running_jobs(sharing) if here.intersection(other.nodes)]
+    least = [other for other in holding if other.allotted <= other.min_pods]
+    above = [other for other in holding if other.allotted > other.min_pods]
+    firm = [other for other in above if other.priority > job.priority]
+    soft = [other for other in above if other.priority <= job.priority]
+    kept = sum(other.min_pods * other.slots_per_pod for other in soft)
+    parts = [
+        f"{_named(others, job)} {'holds' if len(others) == 1 else 'hold'} {_slots_of(others)} {why}"
+        for others, why in (
+            (least, "and is at its least" if len(least) == 1 else "and are at their least"),
+            (firm, "at a higher priority"),
+            (soft, f"and may keep {kept}"),
+        )
+        if others
+    ]
+    foreign = sum(node.used_others for node in nodes)
+    if foreign:
+        parts.append(f"{foreign} {'is' if foreign == 1 else 'are'} used by what does not share")
+    return ", ".join(parts)
+
+
+def _slots_of(jobs: Sequence[SharedJob]) -> int:
+    return sum(job.allotted * job.slots_per_pod for job in jobs)
+
+
+def _named(jobs: Sequence[SharedJob], than: SharedJob) -> str:
+    """Name jobs, the largest first; with their priorities where these are not `than`'s."""
+    jobs = sorted(jobs, key=lambda each: (-each.allotted * each.slots_per_pod, each.job_id))
+    return listed(
+        [
+            each.job_id
+            if each.priority == than.priority
+            else f"{each.job_id} (priority {each.priority})"
+            for each in jobs
+        ]
+    )
+
+
+def _when(
+    sharing: Sharing, job: SharedJob, outlook: Outlook, states: Mapping[str, JobState]
+) -> str:
+    lost = [other for other in job.after if states.get(other, JobState.FAILED) in _UNSUCCESSFUL]
+    if lost:
+        return f"it never starts by itself: run {listed(lost)} again, or delete it"
+    if not nodes_for(sharing, job):
+        return ""
+    unknown = [other.job_id for other in _running_jobs(sharing) if _is_endless(other)]
+    if outlook.starts_in_s is None:
+        if unknown:
+            return f"when it starts is not known, as {listed(unknown)} cannot say when it ends"
+        before = len(_before(sharing, job))
+        if before:
+            verb = "is" if before == 1 else "are"
+            return f"when it starts is not known, as {counted(before, 'job')} {verb} before it"
+        return "when it starts is not known"
+    if outlook.starts_in_s < 1:
+        return "it starts now"
+    when = f"in about {roughly(outlook.starts_in_s)}"
+    running = [other.job_id for other in _running_jobs(sharing)]
+    once = [job_id for job_id in outlook.once if job_id in running]
+    if not once:
+        return f"it starts {when}"
+    if len(once) > 3:
+        after = f"when {len(once)} of them have ended, {once[-1]} as the last"
+    elif len(once) > 1:
+        after = f"when {listed(once)} have ended"
+    elif len(running) > 1 and not job.after:
+        after = f"when one of them ends, {once[0]} first"
+    else:
+        after = f"when {once[0]} ends"
+    return f"it starts {after}, {when}"
+
+
+def _sooner(sharing: Sharing, job: SharedJob) -> list[str]:
+    """Return what would let it start now. Each is tried with the server's own policy."""
+    nodes, found = nodes_for(sharing, job), list[str]()
+    if job.after or not nodes or fits_now(sharing, job.job_id):
+        return found
+    for least in range(job.min_pods - 1, 0, -1):
+        if fits_now(_with(sharing, replace(job, min_pods=least)), job.job_id):
+            found.append(f"with --min {least} it would start now")
+            break
+    priorities = {each.priority + 1 for each in sharing.jobs if each.job_id != job.job_id}
+    for priority in sorted(each for each in priorities if each > job.priority):
+        raised = _with(sharing, replace(job, priority=priority))
+        decided = decide(raised)
+        if decided[job.job_id].trainers:
+            running = [other.job_id for other in _running_jobs(sharing)]
+            stopped = [other for other in running if not decided[other].trainers]
+            price = f"; {listed(stopped)} would wait meanwhile, and lose no step" if stopped else ""
+            found.append(f"with --priority {priority} it would start now{price}")
+            break
+    if any(node.limit is not None for node in nodes):
+        free = replace(sharing, nodes=tuple(replace(node, limit=None) for node in sharing.nodes))
+        if fits_now(free, job.job_id):
+            found.append("without the limits of `edl capacity` it would start now")
+    return found
+
+
+# --- a job that runs ------------------------------------------------------------------------------
+
+
+def _running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> tuple[str, Facts]:
+    has = f"{job.job_id} runs with {counted(job.allotted, 'pod')}"
+    if job.min_pods != job.max_pods:
+        has += f" ({range_text(job)})"
+    has += f" since {roughly(sharing.now - job.since)}"
+    parts = [f"{has}: {job.reason}" if job.reason else has, _why_not_more(sharing, job)]
+    if outlook.ends_in_s is not None:
+        parts.append(f"it ends in about {roughly(outlook.ends_in_s)}")
+    facts = [
+        *_wants(job),
+        ("where", listed([f"{pods} on {node}" for node, pods in sorted(job.nodes.items())], 8)),
+        ("speed", _speed(job)),
+        ("beside", listed([f"{each.job_id} {each.allotted}" for each in _running_jobs(sharing)
+                           if each.job_id != job.job_id], 8)),
+        ("waited", roughly(job.waited_s)),
+    ]  # fmt: skip
+    if outlook.ends_in_s is None:
+        facts.append(("ends", "not known: it has made too few steps, or does not say how many"))
+    elif job.run_time_left_s is not None and outlook.ends_in_s > job.run_time_left_s - 1:
+        facts.append(("ends", f"in {roughly(outlook.ends_in_s)} by its max_run_time_s"))
+    return "; ".join(part for part in parts if part), tuple(fact for fact in facts if fact[1])
+
+
+def _why_not_more(sharing: Sharing, job: SharedJob) -> str:
+    if job.allotted >= job.max_pods:
+        return "that is its most" if job.min_pods < job.max_pods else ""
+    decided = decide(sharing)[job.job_id].trainers
+    if decided > job.allotted:
+        return f"it is about to have {decided}"
+    nodes = nodes_for(sharing, job)
+    left = _left(sharing, nodes)
+    free = sum(each.slots for each in left)
+    if free >= job.slots_per_pod:
+        return f"{counted(free, 'slot')} {'is' if free == 1 else 'are'} free{_shortage(job, left)}"
+    return f"no slot is free for more{_limits(nodes)}"
+
+
+def _speed(job: SharedJob) -> str:
+    if not job.step_s:
+        return "not measured yet"
+    text = listed([f"{seconds:.3g} s a step with {pods}" for pods, seconds in job.step_s.items()])
+    if job.allotted < job.max_pods:
+        time = fit(job.step_s)
+        factor = time.seconds(job.allotted) / time.seconds(job.max_pods)
+        text += f"; {job.max_pods} would be about {factor:.1f} times as fast as {job.allotted}"
+    return text
+
+
+# --- of both --------------------------------------------------------------------------------------
+
+
+def _wants(job: SharedJob) -> Facts:
+    each = [
+        *([counted(job.slots_per_pod, "slot")] if job.slots_per_pod > 1 else []),
+        *([_cores(job.cpu_milli * job.slots_per_pod)] if job.cpu_milli else []),
+        *([_gb(job.memory_mb * job.slots_per_pod)] if job.memory_mb else []),
+    ]
+    wants = f"{range_text(job)} pod{'s' if job.max_pods > 1 else ''}"
+    if each:
+        wants += f" of {listed(each)}"
+    wants += f", priority {job.priority}"
+    return (("wants", f"{wants}, for {job.user}" if job.user else wants),)
+
+
+def _running_jobs(sharing: Sharing) -> list[SharedJob]:
+    return [job for job in sharing.jobs if job.nodes]
+
+
+def _queues(job: SharedJob) -> bool:
+    return not job.nodes and not job.after and job.state not in _HALTED
+
+
+def _is_endless(job: SharedJob) -> bool:
+    return job.remaining_s is None and job.run_time_left_s is None
+
+
+def _with(sharing: Sharing, changed: SharedJob) -> Sharing:
+    jobs = (changed if job.job_id == changed.job_id else job for job in sharing.jobs)
+    return replace(sharing, jobs=tuple(jobs))
+
+
+def _allowed(node: SharedNode) -> int:
+    return node.slots if node.limit is None else min(node.slots, node.limit)
+
+
+def _limits(nodes: Sequence[SharedNode]) -> str:
+    limited = [
+        f"{node.node_id} to {node.limit}"
+        for node in nodes
+        if node.limit is not None and node.limit < node.slots
+    ]
+    return f" (`edl capacity` limits {listed(limited)})" if limited else ""
+
+
+def _left(sharing: Sharing, nodes: Sequence[SharedNode]) -> list[Resources]:
+    """Return what each node has left for shared jobs."""
+    here, found = {node.node_id for node in nodes}, []
+    for room in rooms_of(sharing):
+        if room.node_id in here:
+            left = [have - taken for have, taken in zip(room.capacity, room.foreign, strict=True)]
+            for job in sharing.jobs:
+                pods = job.nodes.get(room.node_id, 0)
+                left = [have - pods * each for have, each in zip(left, need_of(job), strict=True)]
+            found.append(Resources(*(max(amount, 0) for amount in left)))
+    return found
+
+
+def _gb(megabytes: int) -> str:
+    return f"{megabytes / 1000:.3g} GB"
+
+
+def _cores(milli: int) -> str:
+    return f"{milli / 1000:.3g} CPU{'' if milli == 1000 else 's'}"

@@ -1,0 +1,150 @@
+"""Why a shared job has so many pods, or waits, in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from job_server.api.wire import JobState, SharedJob, Sharing
+from job_server.sharing.explain import explain, outlook_text, range_text
+from job_server.sharing.forecast import foresee
+from tests.job_server.sharing.shared import cluster, shared_job, shared_node
+
+FIRST = shared_job("train-a", 4, min_pods=4, max_pods=4, remaining_s=2400.0, priority=2)
+SECOND = shared_job("train-b", 4, min_pods=4, max_pods=4, remaining_s=9000.0)
+
+
+def of(sharing: Sharing, job_id: str, **states: JobState) -> str:
+    return explain(sharing, job_id, states).summary
+
+
+def facts(sharing: Sharing, job_id: str) -> list[tuple[str, str]]:
+    return list(explain(sharing, job_id).facts)
+
+
+def test_who_waits_for_room_is_told_what_is_free_who_has_it_and_when_it_starts():
+    sharing = cluster(FIRST, SECOND, shared_job("train-c", min_pods=2))
+    assert of(sharing, "train-c") == (
+        "train-c waits since 4 min: needs 2 slots, 0 are free; train-a (priority 2) and train-b "
+        "hold 8 and are at their least; it starts when one of them ends, train-a first, in about "
+        "11 min"
+    )
+
+
+def test_what_would_let_it_start_sooner_is_what_the_policy_would_do():
+    sharing = cluster(FIRST, SECOND, shared_job("train-c", min_pods=2))
+    sooner = [text for name, text in facts(sharing, "train-c") if name == "sooner"]
+    assert sooner == [
+        "with --priority 1 it would start now; train-b would wait meanwhile, and lose no step"
+    ]
+    limited = cluster(shared_job("big", min_pods=6), nodes=(shared_node(limit=4),))
+    assert [text for name, text in facts(limited, "big") if name == "sooner"] == [
+        "with --min 4 it would start now",
+        "without the limits of `edl capacity` it would start now",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "says"),
+    [
+        pytest.param(
+            (SECOND, shared_job("x", after=("train-b",))),
+            "it is to start once train-b (RUNNING) has succeeded; it starts when train-b ends, in",
+            id="after a job that runs",
+        ),
+        pytest.param(
+            (SECOND, shared_job("x", after=("train-b", "y"))),
+            "(RUNNING) and y (no job of this server) have succeeded; it never starts by itself: "
+            "run y again",
+            id="after a job that is unknown",
+        ),
+        pytest.param(
+            (shared_job("x", folder="elsewhere"),),
+            "has a folder 'elsewhere' for it, start an `edl client` whose --jobs_dir has one",
+            id="no node serves it",
+        ),
+        pytest.param(
+            (shared_job("x", min_pods=16, max_pods=16),),
+            "needs 16 slots, its nodes have 8 for it; when it starts is not known",
+            id="more than there is",
+        ),
+        pytest.param(
+            (replace(SECOND, allotted=8, nodes={"a": 8}, remaining_s=None, min_pods=8, max_pods=8),
+             shared_job("x")),
+            "when it starts is not known, as train-b cannot say when it ends",
+            id="behind one that never says",
+        ),
+        pytest.param(
+            (replace(SECOND, min_pods=1, max_pods=8, allotted=8, nodes={"a": 8}, priority=5),
+             shared_job("x")),
+            "train-b (priority 5) holds 8 at a higher priority",
+            id="behind a higher priority",
+        ),
+        pytest.param((shared_job("x"),), "there is room for it now; it starts now", id="room"),
+        pytest.param(
+            (shared_job("x", state=JobState.PAUSED),),
+            "x is paused; `edl resume x` puts it into the queue again",
+            id="paused",
+        ),
+        pytest.param(
+            (SECOND, shared_job("x", min_pods=8, started_at=5.0)), "x waits again since", id="again"
+        ),
+    ],
+)  # fmt: skip
+def test_each_reason_to_wait_has_its_words(jobs: tuple[SharedJob, ...], says: str):
+    assert says in of(cluster(*jobs), "x")
+
+
+def test_a_job_behind_one_that_failed_is_told_so():
+    assert "y (FAILED) has succeeded; it never starts by itself" in of(
+        cluster(shared_job("x", after=("y",))), "x", y=JobState.FAILED
+    )
+
+
+def test_a_job_behind_others_that_wait_is_told_who_they_are_and_its_place():
+    ahead = [shared_job(f"j{n}", min_pods=8, submitted_at=n) for n in range(6)]
+    late = shared_job("late", min_pods=2, submitted_at=9.0)
+    sharing = cluster(*ahead, late)
+    assert "needs 2 slots, 8 are free, which j0, j1, j2 and 3 others are to have first" in of(
+        sharing, "late"
+    )
+    assert "when it starts is not known, as 6 jobs are before it" in of(sharing, "late")
+    assert dict(facts(sharing, "late"))["place"] == "7 of 7 that wait"
+
+
+def test_slots_that_are_of_no_use_are_named_with_what_lacks():
+    two = (shared_node(slots=4), shared_node("b", slots=4))
+    spread = shared_job("q", 2, min_pods=2, nodes={"a": 1, "b": 1}, remaining_s=100.0)
+    wide = shared_job("p", slots_per_pod=4, max_pods=2)
+    assert (
+        "needs 4 slots (1 pod of 4, each on one node), 6 are free, but no node has enough of them"
+        in of(cluster(wide, spread, nodes=two), "p")
+    )
+    node = shared_node(memory_mb=10_000, memory_used_mb=4000, cpu_milli=4000, cpu_used_milli=3000)
+    assert "8 are free, but a pod needs 8 GB of memory and 6 GB are left" in of(
+        cluster(shared_job("m", memory_mb=8000), nodes=(node,)), "m"
+    )
+    assert "8 are free, but a pod needs 2.5 CPUs and 1 CPU are left" in of(
+        cluster(shared_job("c", cpu_milli=2500), nodes=(node,)), "c"
+    )
+
+
+def test_a_job_that_runs_says_why_so_many_and_why_not_more():
+    text = of(cluster(replace(FIRST, max_pods=8, reason="gives way to train-b"), SECOND), "train-a")
+    assert text == (
+        "train-a runs with 4 pods (4 to 8) since 4 min: gives way to train-b; no slot is free for "
+        "more; it ends in about 11 min"
+    )
+    assert "that is its most" in of(cluster(replace(FIRST, min_pods=2)), "train-a")
+    assert "it is about to have 8" in of(cluster(replace(FIRST, max_pods=8)), "train-a")
+    shown = dict(facts(cluster(replace(FIRST, max_pods=8), SECOND), "train-a"))
+    assert shown["speed"] == "0.2 s a step with 4; 8 would be about 1.6 times as fast as 4"
+    assert shown["where"] == "4 on a"
+    assert shown["beside"] == "train-b 4"
+
+
+def test_the_queue_says_what_comes_next_of_each():
+    sharing = cluster(FIRST, SECOND, shared_job("train-c", min_pods=2))
+    seen = foresee(sharing)
+    texts = [outlook_text(job, seen[job.job_id]) for job in sharing.jobs]
+    assert texts == ["ends in 11 min", "ends in 42 min", "starts in 11 min"]
+    assert [range_text(job) for job in sharing.jobs] == ["4", "4", "2 to 8"]

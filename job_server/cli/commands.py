@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -22,12 +24,15 @@ from job_server.api.text import (
     table,
     teacher_facts,
 )
-from job_server.cli import simulate_cluster
+from job_server.cli import queue, simulate_cluster
+from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
+from job_server.sharing.explain import explain
 
 POLL_S = 30.0
+_LINES_S, _LIVE_S = 10.0, 2.0  # how often `edl top` looks, unless told otherwise
 _LOOK_S = 3.0  # at each of several servers
 _ONLY = "may be left out if there is only one"
 
@@ -152,7 +157,9 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print what the server answers")
         return sub
 
-    add_job_flags(verb("submit", _submit, "Add a job."))
+    submit = verb("submit", _submit, "Add a job, from a file, from flags, or from both.")
+    submit.add_argument("job_file", nargs="?", metavar="JOB.yaml", help="as --file")
+    add_job_flags(submit)
     status = verb("status", _status, "Show all jobs, or one in full.")
     status.add_argument("job", nargs="?", metavar="JOB")
     status.add_argument("--follow", action="store_true", help="show changes until the job ends")
@@ -187,6 +194,15 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
     verb("nodes", _nodes, "Show all nodes.")
+    verb("queue", _queue, "Show the jobs that share the cluster, in the order of the queue.")
+    why = verb("explain", _explain, "Say why a job waits or has so many pods, and what comes next.")
+    why.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
+    top = verb("top", _top, "Show what runs on the cluster, again and again.")
+    top.add_argument("--lines", action="store_true", help="a line each time, in a terminal as well")
+    top.add_argument(
+        "--interval_s", type=float, metavar="S", help="between looks (2; of lines and JSON 10)"
+    )
+    top.add_argument("--count", type=int, metavar="N", help="end after so many looks")
     verb("page", _page, "Print a link that opens the status page in a browser, once.")
     events = verb("events", _events, "Show what happened to a job.")
     events.add_argument(
@@ -228,7 +244,10 @@ def _simulate(args: argparse.Namespace) -> None:
 
 
 def _submit(api: ApiClient, args: argparse.Namespace) -> None:
-    _show(api.submit(read_job(args)), args)
+    status = api.submit(read_job(args))
+    _show(status, args)
+    if status.spec.share and not args.json:
+        print(f"`edl explain {status.job_id}` says when it starts, and why")
 
 
 def _status(api: ApiClient, args: argparse.Namespace) -> None:
@@ -243,8 +262,11 @@ def _status(api: ApiClient, args: argparse.Namespace) -> None:
     if not args.follow:
         print(json.dumps(wire.encode(status), indent=2) if args.json else _job_text(status))
         return
-    is_painted = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not args.json
-    (_paint_changes if is_painted else _show_changes)(api, status, args)
+    (_paint_changes if _is_painted(args) else _show_changes)(api, status, args)
+
+
+def _is_painted(args: argparse.Namespace) -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not args.json
 
 
 def _show_changes(api: ApiClient, status: wire.JobStatus, args: argparse.Namespace) -> None:
@@ -372,6 +394,59 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
         for known in nodes
     ]
     print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+
+
+def _queue(api: ApiClient, args: argparse.Namespace) -> None:
+    sharing = api.sharing()
+    if args.json:
+        print(json.dumps(queue.queue_json(sharing), indent=2))
+    else:
+        print(queue.queue_text(sharing))
+
+
+def _explain(api: ApiClient, args: argparse.Namespace) -> None:
+    job_id, sharing = _job_id(api, args), api.sharing()
+    if any(job.job_id == job_id for job in sharing.jobs):
+        found = explain(sharing, job_id, {job.job_id: job.state for job in api.jobs()})
+    else:
+        found = queue.explain_other(api.status(job_id))
+    if args.json:
+        print(json.dumps(queue.explanation_json(job_id, found), indent=2))
+    else:
+        print(queue.explanation_text(found))
+
+
+def _top(api: ApiClient, args: argparse.Namespace) -> None:
+    """Show the cluster until Ctrl-C, or as often as is asked for."""
+    if args.interval_s is not None:
+        wire.check_range("--interval_s", args.interval_s, 0.1, 86400)
+    if args.count is not None:
+        wire.check_range("--count", args.count, 1, 1_000_000)
+    is_live = _is_painted(args) and not args.lines
+    every_s = args.interval_s or (_LIVE_S if is_live else _LINES_S)
+    if not is_live and not args.json:
+        print(load_line(None))
+    shown = 0
+    while True:
+        load = cluster_load(api.jobs(), api.nodes())
+        if args.json:
+            print(json.dumps(load_json(load, api.health().now)), flush=True)
+        elif is_live:
+            _paint(load_screen(load, api.sharing(), api.url))
+        else:
+            print(load_line(load), flush=True)
+        shown += 1
+        if shown == args.count:
+            return
+        time.sleep(every_s)
+
+
+def _paint(lines: Sequence[str]) -> None:
+    """Paint a whole screen, without wrapping and scrolling."""
+    height = shutil.get_terminal_size().lines
+    shown = [f"{line}\x1b[K" for line in lines[: height - 1]]
+    sys.stdout.write("\x1b[H\x1b[?7l" + "\n".join(shown) + "\n\x1b[J\x1b[?7h")
+    sys.stdout.flush()
 
 
 def _page(api: ApiClient, args: argparse.Namespace) -> None:

@@ -1,14 +1,13 @@
 """Read a job from flags and a YAML file, for `edl submit` and `edl simulate`."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import yaml
-
-from job_server.api.codec import Message, WireError, decode, encode
+from job_server.api.codec import WireError, decode, encode
 from job_server.api.errors import ConfigError
-from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind, ScriptSpec
+from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
+from job_server.cli.job_file import cores, megabytes, read_job_file, seconds
 from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
@@ -23,8 +22,14 @@ _SCRIPT_FLAGS = {
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag per field of JobSpec; a flag that is not given leaves the file's value."""
     add = parser.add_argument
-    add("--job_id", help="name of the job; letters, digits, '.', '_', '-'")
-    add("--file", metavar="JOB.yaml", help="fields of the job; flags override them")
+    add(
+        "--job_id",
+        "--name",
+        dest="job_id",
+        metavar="NAME",
+        help="of the job; letters, digits, '.', '_', '-'",
+    )
+    add("--file", metavar="JOB.yaml", help="a job in a file; flags override it")
     add("--kind", choices=[kind.value for kind in JobKind], help="training, if not given")
     add("--service", metavar="NAME", help="of teachers: the name that students ask for")
     add("--min", "--min_pods", dest="min_pods", type=int, metavar="N", help="fewest pods")
@@ -37,6 +42,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
     add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
+    _add_sharing_flags(parser)
     add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
     add(
         "--overlap",
@@ -90,6 +96,55 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--walk_seed", type=int, metavar="N", help="of walk")
 
 
+def _add_sharing_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("a job that shares the cluster").add_argument
+    add(
+        "--share",
+        action="store_true",
+        default=None,
+        help="the server chooses how many pods it has, from --min to --max, or lets it wait",
+    )
+    add("--priority", type=int, metavar="N", help="-1000 to 1000 (0); the highest goes first")
+    add("--user", metavar="NAME", help="whose share of the cluster it takes")
+    add(
+        "--after",
+        action="append",
+        metavar="JOB",
+        help="starts once that one has succeeded; may be given several times",
+    )
+    add(
+        "--cpu",
+        dest="cpu_milli",
+        type=_reader(cores),
+        metavar="CORES",
+        help="of a trainer, such as 0.5 or 2 (not counted)",
+    )
+    add(
+        "--memory",
+        dest="memory_mb",
+        type=_reader(megabytes),
+        metavar="AMOUNT",
+        help="of a trainer, such as '500 MB' or 2GB (not counted)",
+    )
+    add(
+        "--max_run_time",
+        dest="max_run_time_s",
+        type=_reader(seconds),
+        metavar="TIME",
+        help="of running, not of waiting, such as 90s, 45min or 2h; then it is stopped",
+    )
+
+
+def _reader(read: Callable[[str], float]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
 def _budget(text: str) -> int | str:
     # "none" stands for no limit; None would look like a flag that was not given.
     return text if text == "none" else int(text)
@@ -104,7 +159,10 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
     Raises:
         ConfigError: a file or value is wrong; the text names the flag or field and the remedy.
     """
-    fields = _read_file(args.file) if args.file else {}
+    named = [name for name in (getattr(args, "job_file", None), args.file) if name]
+    if len(named) > 1:
+        raise ConfigError(f"--file: {named[0]} is named as well; give one file")
+    fields = read_job_file(named[0]) if named else {}
     for name in JobSpec.__struct_fields__:
         given = getattr(args, name, None)
         if given is not None:
@@ -114,7 +172,7 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
         fields.setdefault("spares", USUAL_SPARES)
     if "job_id" not in fields:
         if default_id is None:
-            raise ConfigError("--job_id: missing; name the job, or give a --file that does")
+            raise ConfigError("--job_id: missing; name the job, or give a file that does")
         fields["job_id"] = default_id
     try:
         return decode(JobSpec, fields)
@@ -135,33 +193,3 @@ def _script(args: argparse.Namespace, from_file: Any) -> Any:
         if value is not None:
             script = {**script, field: value}
     return script
-
-
-def _read_file(name: str) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--file: {name} cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise ConfigError(f"--file: {name} line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--file: {name}: not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"--file: {name}: expected fields of a job, such as 'job_id: digits'")
-    _check_keys(name, "", data, JobSpec)
-    if "script" in data:
-        if not isinstance(data["script"], dict):
-            raise ConfigError(f"--file: {name}: script: expected fields, such as 'kind: walk'")
-        _check_keys(name, "script.", data["script"], ScriptSpec)
-    return data
-
-
-def _check_keys(name: str, prefix: str, data: dict[str, Any], kind: type[Message]) -> None:
-    # Messages may have unknown keys, of newer programs; in a file they are mistakes.
-    known = kind.__struct_fields__
-    for key in data:
-        if key not in known:
-            raise ConfigError(
-                f"--file: {name}: unknown key {f'{prefix}{key}'!r}; known: {', '.join(known)}"
-            )

@@ -13,7 +13,7 @@ from edl.__main__ import VERBS
 from edl.__main__ import main as edl
 from job_server.api import wire
 from job_server.api.command_line import keep_token, make_token
-from job_server.cli import commands
+from job_server.cli import collector, commands
 from job_server.cli.commands import main
 from job_server.training import views
 from tests.job_server.serving import InThread, cpu_node, running_server
@@ -435,3 +435,49 @@ def test_who_pauses_or_ends_a_job_sees_how_far_that_is_and_where_its_state_is(
     out, err = capsys.readouterr()
     for text in says:
         assert text in out + err, out + err
+
+
+def test_a_job_of_a_file_shares_the_cluster_and_is_explained(run, tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text("name: mine\nfolder: digits\nshare: true\nmin: 2\nmax: 4\npriority: 3\n")
+    code, out = run("submit", str(job))
+    assert code == 0, out
+    assert "`edl explain mine` says when it starts, and why" in out
+    code, out = run("queue")
+    assert code == 0
+    assert out.splitlines()[1].split()[:5] == ["mine", "3", "WAITING", "0", "(2"]
+    code, out = run("explain", "mine")
+    assert code == 0
+    assert "no node that can be reached has a folder 'digits' for it" in out
+    code, out = run("explain", "mine", "--json")
+    assert json.loads(out)["starts_in_s"] is None
+    assert json.loads(run("queue", "--json")[1])["jobs"][0]["priority"] == 3
+    assert "default_job does not share the cluster" in run("explain", "default_job")[1]
+    assert run("delete", "mine", "--discard")[0] == 0
+    assert "mine" in run("explain", "mine")[1]
+    code, out = run("submit", str(job), "--file", str(job))
+    assert code == 2
+    assert "is named as well; give one file" in out
+
+
+def test_top_prints_the_collectors_lines(run, server, capsys):
+    code, out = run("top", "--lines", "--count", "2", "--interval_s", "0.1")
+    assert code == 0
+    header, first, second = out.splitlines()
+    assert header.split()[0] == "SUBMITTED-JOBS"
+    assert first.split()[:3] == second.split()[:3] == ["1", "0", "default_job:8"]
+    code, out = run("top", "--json", "--count", "1")
+    assert json.loads(out)["running"] == {"default_job": 8}
+    assert run("top", "--count", "0")[0] == 2
+    assert collector.main(["--server", server.url, "--count", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "1"
+
+
+def test_top_paints_a_terminal(server, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["top", "--server", server.url, "--count", "1"]) == 0
+    assert terminal.getvalue().startswith("\x1b[H")
+    assert server.url in terminal.getvalue()
+    assert "no job shares the cluster" in terminal.getvalue()

@@ -1,0 +1,173 @@
+"""Read a job from a YAML file, and amounts and times as people write them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from job_server.api.codec import Message
+from job_server.api.errors import ConfigError
+from job_server.api.wire import JobSpec, ScriptSpec
+
+_SHORT = {"name": "job_id", "min": "min_pods", "max": "max_pods"}
+_MEMORY_MB = {
+    "MB": 1.0, "M": 1.0, "GB": 1e3, "G": 1e3, "TB": 1e6, "T": 1e6,
+    "MiB": 1.048576, "Mi": 1.048576, "GiB": 1073.741824, "Gi": 1073.741824,
+}  # fmt: skip
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+
+
+def read_job_file(name: str) -> dict[str, Any]:
+    """Return fields of a JobSpec, not yet checked but for their names.
+
+    Beside the fields' own names the file may have `name`, `min` and `max`, `resources` of a trainer
+    (`cpu`, `memory`), `max_run_time` and `fault_tolerant`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that is not known.
+    """
+    data = _load(name)
+    for short, field in _SHORT.items():
+        _move(name, data, short, field)
+    if "resources" in data:
+        _read_resources(name, data)
+    if "max_run_time" in data:
+        _once(name, data, "max_run_time", "max_run_time_s")
+        data["max_run_time_s"] = _value(name, "max_run_time", data.pop("max_run_time"), seconds)
+    if "fault_tolerant" in data:
+        _read_fault_tolerant(name, data)
+    if isinstance(data.get("after"), str):
+        data["after"] = [data["after"]]
+    _check_keys(name, "", data, JobSpec, (*_SHORT, "resources", "max_run_time", "fault_tolerant"))
+    if "script" in data:
+        if not isinstance(data["script"], dict):
+            raise ConfigError(
+                f"--file: {name}: script: expected fields of a change script, such as "
+                "'kind: walk'; what trains is train.sh in the job's folder"
+            )
+        _check_keys(name, "script.", data["script"], ScriptSpec)
+    return data
+
+
+def cores(text: str) -> int:
+    """Return thousandths of a core of e.g. `2`, `0.5` or `500m`.
+
+    Raises:
+        ValueError: it is no such amount.
+    """
+    match = re.fullmatch(rf"({_NUMBER})(m?)", text.strip())
+    if match is None:
+        raise ValueError(f"expected cores, such as 0.5, 2 or 500m, got {text!r}")
+    return round(float(match[1]) * (1 if match[2] else 1000))
+
+
+def megabytes(text: str) -> int:
+    """Return MB (10**6 bytes), rounded up, of e.g. `500 MB`, `2 GB` or `2Gi`.
+
+    Raises:
+        ValueError: it is no such amount.
+    """
+    match = re.fullmatch(rf"({_NUMBER}) ?([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in _MEMORY_MB:
+        raise ValueError(f"expected an amount with its unit, such as 500 MB or 2 GB, got {text!r}")
+    return int(-(-float(match[1]) * _MEMORY_MB[match[2]] // 1))
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of e.g. `90`, `45 min`, `2 h` or `1 h 30 min`.
+
+    Raises:
+        ValueError: it is no such time.
+    """
+    parts = re.findall(rf"({_NUMBER}) ?(d|h|min|s)(?![A-Za-z])", text)
+    if re.fullmatch(_NUMBER, text.strip()):
+        return float(text)
+    if not parts or re.sub(rf"{_NUMBER} ?(d|h|min|s)(?![A-Za-z])|\s", "", text):
+        raise ValueError(f"expected a time, such as 90 s, 45 min, 2 h or 1 h 30 min, got {text!r}")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def _load(name: str) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file: {name} cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        raise ConfigError(f"--file: {name} line {line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"--file: {name}: not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"--file: {name}: expected fields of a job, such as 'name: digits'")
+    return data
+
+
+def _read_resources(name: str, data: dict[str, Any]) -> None:
+    given = data.pop("resources")
+    known: dict[str, tuple[str, Callable[[str], float]]] = {
+        "cpu": ("cpu_milli", cores),
+        "memory": ("memory_mb", megabytes),
+    }
+    if not isinstance(given, dict):
+        raise ConfigError(f"--file: {name}: resources: expected fields, such as 'memory: 2 GB'")
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"--file: {name}: unknown key {f'resources.{key}'!r}; known: {', '.join(known)}; "
+                "a trainer has one slot, which is a GPU where the node has any"
+            )
+        field, read = known[key]
+        _once(name, data, f"resources.{key}", field)
+        data[field] = _value(name, f"resources.{key}", value, read)
+
+
+def _read_fault_tolerant(name: str, data: dict[str, Any]) -> None:
+    """Without it the first failure ends the job; then it cannot change its size either."""
+    tolerant = data.pop("fault_tolerant")
+    if not isinstance(tolerant, bool):
+        raise ConfigError(f"--file: {name}: fault_tolerant: expected true or false")
+    if tolerant:
+        return
+    if data.get("min_pods", 1) != data.get("max_pods", 1):
+        raise ConfigError(
+            f"--file: {name}: fault_tolerant: a job that tolerates no failure has a fixed size; "
+            "give max the value of min, or leave out fault_tolerant"
+        )
+    _once(name, data, "fault_tolerant", "max_failures")
+    data["max_failures"] = 0
+
+
+def _move(name: str, data: dict[str, Any], short: str, field: str) -> None:
+    if short in data:
+        _once(name, data, short, field)
+        data[field] = data.pop(short)
+
+
+def _once(name: str, data: dict[str, Any], short: str, field: str) -> None:
+    if field in data:
+        raise ConfigError(f"--file: {name}: {short} and {field} say the same; give one of them")
+
+
+def _value(name: str, key: str, value: object, read: Callable[[str], float]) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"--file: {name}: {key}: expected a number or a text, got {value!r}")
+    try:
+        return read(str(value))
+    except ValueError as error:
+        raise ConfigError(f"--file: {name}: {key}: {error}") from None
+
+
+def _check_keys(
+    name: str, prefix: str, data: dict[str, Any], kind: type[Message], also: tuple[str, ...] = ()
+) -> None:
+    # Messages may have unknown keys, of newer programs; in a file they are mistakes.
+    known = kind.__struct_fields__
+    for key in data:
+        if key not in known:
+            raise ConfigError(
+                f"--file: {name}: unknown key {f'{prefix}{key}'!r}; "
+                f"known: {', '.join((*also, *known))}"
+            )

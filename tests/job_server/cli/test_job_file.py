@@ -1,0 +1,120 @@
+"""A job in a YAML file, as people write it."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from job_server.api.errors import ConfigError
+from job_server.api.wire import JobSpec
+from job_server.cli.job_file import cores, megabytes, seconds
+from job_server.cli.job_flags import add_job_flags, read_job
+
+
+def read(path: Path, *flags: str) -> JobSpec:
+    parser = argparse.ArgumentParser()
+    add_job_flags(parser)
+    return read_job(parser.parse_args(["--file", str(path), *flags]))
+
+
+def test_a_job_that_shares_the_cluster_is_read_with_the_words_of_people(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: digits-a\nfolder: digits\nshare: true\nmin: 2\nmax: 8\n"
+        "resources: {cpu: 1.5, memory: 2 GB}\npriority: 5\nuser: ann\nafter: prepare\n"
+        "max_run_time: 1 h 30 min\nfault_tolerant: true\n"
+    )
+    assert read(path) == JobSpec(
+        job_id="digits-a", folder="digits", share=True, min_pods=2, max_pods=8, cpu_milli=1500,
+        memory_mb=2000, priority=5, user="ann", after=("prepare",), max_run_time_s=5400.0, spares=1,
+    )  # fmt: skip
+
+
+def test_flags_override_the_file_and_have_the_same_words(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nshare: true\nmax: 4\nresources: {cpu: 1}\nafter: [x, y]\n")
+    flags = ("--name", "b", "--cpu", "500m", "--memory", "1Gi", "--after", "z", "--after", "w")
+    spec = read(path, *flags, "--max_run_time", "2h", "--priority", "-3", "--user", "bob")
+    assert (spec.job_id, spec.cpu_milli, spec.memory_mb) == ("b", 500, 1074)
+    assert (spec.after, spec.max_run_time_s) == (("z", "w"), 7200.0)
+    assert (spec.priority, spec.user, spec.max_pods) == (-3, "bob", 4)
+
+
+def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_size(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nmin: 2\nmax: 2\nfault_tolerant: false\n")
+    assert read(path).max_failures == 0
+    path.write_text("name: a\nmax: 2\nfault_tolerant: false\n")
+    with pytest.raises(ConfigError, match=r"fault_tolerant: .* fixed size; give max the value of"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nme: a", "unknown key 'nme'; known: name, min, max, resources,"),
+        ("name: a\njob_id: b", "name and job_id say the same; give one of them"),
+        ("name: a\nresources: 2", "resources: expected fields, such as 'memory: 2 GB'"),
+        ("name: a\nresources: {gpu: 1}", "unknown key 'resources.gpu'; known: cpu, memory; a "),
+        ("name: a\nresources: {memory: 5}", "resources.memory: expected an amount with its unit"),
+        ("name: a\nresources: {cpu: many}", "resources.cpu: expected cores, such as 0.5"),
+        ("name: a\nresources: {cpu: 1}\ncpu_milli: 5", "resources.cpu and cpu_milli say the same"),
+        ("name: a\nmax_run_time: soon", "max_run_time: expected a time, such as 90 s"),
+        ("name: a\nmax_run_time: [1]", "max_run_time: expected a number or a text"),
+        ("name: a\nfault_tolerant: 1", "fault_tolerant: expected true or false"),
+        ("name: a\nscript: train.py", "what trains is train.sh in the job's folder"),
+        ("name: a\npriority: 5", "priority: only of a job that shares the cluster; add share"),
+        ("name: a\nshare: true\npods: 3", "pods: the server chooses how many pods"),
+        ("name: a\nmin: 3\nmax: 2", "max_pods: must be at least min_pods"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused_by_name(tmp_path, text, says):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read(path)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "milli"), [("2", 2000), ("0.5", 500), ("1.25", 1250), ("250m", 250), (" 3 ", 3000)]
+)
+def test_cores_are_read(text, milli):
+    assert cores(text) == milli
+
+
+@pytest.mark.parametrize(
+    ("text", "mb"),
+    [
+        ("500 MB", 500),
+        ("2GB", 2000),
+        ("2G", 2000),
+        ("1Gi", 1074),
+        ("512 MiB", 537),
+        ("1.5 TB", 1_500_000),
+    ],
+)
+def test_memory_is_read_in_mb_rounded_up(text, mb):
+    assert megabytes(text) == mb
+
+
+@pytest.mark.parametrize(
+    ("text", "s"),
+    [
+        ("90", 90),
+        ("90 s", 90),
+        ("45min", 2700),
+        ("2 h", 7200),
+        ("1 h 30 min", 5400),
+        ("1.5d", 129600),
+    ],
+)
+def test_times_are_read(text, s):
+    assert seconds(text) == s
+
+
+@pytest.mark.parametrize("text", ["", "5 parsecs", "2 hours", "-3", "1e3", "1 h x", "h"])
+def test_what_is_no_amount_is_refused(text):
+    for read_amount in (cores, megabytes, seconds):
+        with pytest.raises(ValueError, match="expected"):
+            read_amount(text)

@@ -1,8 +1,13 @@
 """Share a cluster between elastic jobs: which job runs with how many trainers, and where. Pure.
 
 Each pass begins with what runs now, and changes as little as it must: it repairs what has become
-impossible, starts what waits, gives away what is free, and, if the policy wants that, exchanges
-trainers between jobs. A policy says only what a trainer more or less is worth to a job.
+impossible, starts what waits, gives away what is free, evens out what users have, and, if the
+policy wants that, exchanges trainers between jobs of one user. A policy says only what a trainer
+more or less is worth to a job.
+
+Beyond the least of all jobs, users have equal shares: the one with the fewest slots gets the next,
+and the one with the most gives way first, whatever the priorities. Priorities say who starts, and
+order the jobs of one user.
 """
 
 import heapq
@@ -24,6 +29,7 @@ class JobView:
     each: Resources  # of one trainer
     placed: Mapping[str, int] = field(default_factory=dict)  # node -> trainers; empty: it waits
     priority: int = 0  # the highest goes first
+    user: str = ""  # whose share of the slots it has
     submitted_at: float = 0.0  # seconds, as all times here
     changed_at: float = float("-inf")  # when trainers last came or went
     step_time: StepTime = USUAL
@@ -88,13 +94,19 @@ def allocate(
                 f"{job.job_id}: expected 1 <= min <= max trainers, got {job.min_trainers} and "
                 f"{job.max_trainers}"
             )
-    needs = [Need(job.job_id, job.each, job.placed) for job in jobs]
+    needs = [Need(job.job_id, job.each, job.placed, job.user) for job in jobs]
     work = _Pass(policy, jobs, Room(nodes, needs, policy.max_load), now)
     work.repair()
     work.start_waiting()
     work.grow()
+    work.even_out()
     work.exchange()
     return {job.job_id: work.result(job) for job in jobs}
+
+
+# user -> a heap of (key, job id, job). An entry is popped, changed and pushed again, so that none
+# is out of date.
+_Heaps = dict[str, list[tuple[tuple[float, ...], str, JobView]]]
 
 
 class _Pass:
@@ -132,7 +144,7 @@ class _Pass:
             lambda job, n: n > job.min_trainers and job.job_id in above,
         )
         while givers:
-            job = self._pop(givers)
+            job = self._pop_giver(givers)
             if room.is_above_limit(job.each):
                 room.give_back(job.job_id)
                 self._say(job, "the cluster is above its load limit")
@@ -147,7 +159,7 @@ class _Pass:
         room = self._room
         here = [job for job in self._jobs if room.is_crowding(job.job_id, node_id)]
         above = [job for job in here if room.count(job.job_id) > job.min_trainers]
-        for job in sorted(above, key=self._loss_key):
+        for job in sorted(above, key=lambda job: (-room.used(job.user), self._loss_key(job))):
             room.give_back(job.job_id, node_id)
             self._say(job, f"others use {node_id}")
             return True
@@ -168,21 +180,33 @@ class _Pass:
         One that waits for longer than the policy's patience lets no later one of its priority
         start, so the room that becomes free is its own in the end.
         """
-        waiting = [job for job in self._jobs if not self._room.count(job.job_id)]
-        waiting.sort(key=lambda job: (-job.priority, self._policy.waiting_key(job), job.job_id))
         first: JobView | None = None  # for which the others wait
-        hopeless: dict[tuple[Resources, int], int] = {}  # so many trainers of that found no room
-        for job in waiting:
+        hopeless: dict[tuple[Resources, int, str], int] = {}  # so many trainers found no room
+        for job in self._waiting():
             if first is not None and job.priority <= first.priority:
                 self._say(job, f"waits behind {first.job_id}, which waits for room for longer")
                 continue
-            key = (job.each, job.priority)
+            key = (job.each, job.priority, job.user)
             if job.min_trainers < hopeless.get(key, job.min_trainers + 1) and self._start(job):
                 continue
             hopeless[key] = min(job.min_trainers, hopeless.get(key, job.min_trainers))
             self._say(job, f"waits: no room for its least, {job.min_trainers}")
             if self._now - job.submitted_at >= self._policy.patience_s:
                 first = job
+
+    def _waiting(self) -> Iterator[JobView]:
+        """Yield what waits: the highest priority first, then the user with the fewest slots."""
+        waiting: dict[int, _Heaps] = {}
+        for job in self._jobs:
+            if not self._room.count(job.job_id):
+                heaps = waiting.setdefault(job.priority, {})
+                key = (self._policy.waiting_key(job),)
+                heaps.setdefault(job.user, []).append((key, job.job_id, job))
+        for _, heaps in sorted(waiting.items(), reverse=True):
+            for heap in heaps.values():
+                heapq.heapify(heap)
+            while heaps:
+                yield self._pop_taker(heaps)
 
     def _start(self, job: JobView) -> bool:
         """Give a job its least; False, and nothing has changed: that cannot be had."""
@@ -211,14 +235,23 @@ class _Pass:
         return True
 
     def _givers_for(self, job: JobView) -> Iterator[JobView]:
-        """Yield the job that is to give up a trainer next, for the start of `job`."""
+        """Yield the job that is to give up a trainer next, for the start of `job`.
+
+        One of higher priority does so only if its user has more than an equal share, and `job` is
+        within its own user's.
+        """
+        room = self._room
+        share = room.equal_share()
+        is_due = room.used(job.user) + job.min_trainers * job.each.slots <= share
         givers = self._heap(
             self._jobs,
             self._loss_key,
-            lambda other, n: n > other.min_trainers and other.priority <= job.priority,
+            lambda other, n: n > other.min_trainers and (is_due or other.priority <= job.priority),
         )
         while givers:
-            other = self._pop(givers)
+            other = self._pop_giver(givers)
+            if other.priority > job.priority and room.used(other.user) <= share:
+                continue
             yield other
             self._push(givers, other, self._loss_key, other.min_trainers)
         lower = [other for other in self._jobs if other.priority < job.priority]
@@ -230,16 +263,51 @@ class _Pass:
 
     def grow(self) -> None:
         """Give away what is free, one trainer after the other, where it is worth most."""
-        takers = self._heap(self._jobs, self._gain_key, lambda job, n: 0 < n < job.max_trainers)
+        takers = self._growing()
         while takers:
-            job = self._pop(takers)
+            job = self._pop_taker(takers)
             if self._room.take(job.job_id):
                 self._say(job, "there is room")
                 if self._room.count(job.job_id) < job.max_trainers:
                     self._push(takers, job, self._gain_key)
 
+    def even_out(self) -> None:
+        """Move trainers from the users with the most slots to those with fewer.
+
+        A user who gives keeps at least as many as the other one has then, so none comes back.
+        """
+        room = self._room
+        if len({job.user for job in self._jobs}) < 2:
+            return
+        takers, givers = self._growing(), self._shrinking()
+        while takers:
+            taker, mark = self._pop_taker(takers), room.mark()
+            gave: list[JobView] = []
+            while not room.take(taker.job_id):
+                giver = self._pop_giver(givers) if givers else None
+                wanted = room.used(taker.user) + max(taker.each.slots, 1)
+                if giver is None or room.used(giver.user) - giver.each.slots < wanted:
+                    room.undo(mark)
+                    givers = self._shrinking()
+                    break
+                room.give_back(giver.job_id)
+                gave.append(giver)
+                self._push(givers, giver, self._loss_key, giver.min_trainers)
+            else:
+                for giver in gave:
+                    self._say(giver, f"gives way to {taker.job_id}, whose user has fewer slots")
+                self._say(taker, "its user has fewer slots than others")
+                if room.count(taker.job_id) < taker.max_trainers:
+                    self._push(takers, taker, self._gain_key)
+
+    def _growing(self) -> _Heaps:
+        return self._heap(self._jobs, self._gain_key, lambda job, n: 0 < n < job.max_trainers)
+
+    def _shrinking(self) -> _Heaps:
+        return self._heap(self._jobs, self._loss_key, lambda job, n: n > job.min_trainers)
+
     def exchange(self) -> None:
-        """Move trainers from where they are worth least to where they are worth much more.
+        """Move a user's trainers from where they are worth least to where they are worth much more.
 
         None goes to a job of lower priority.
         """
@@ -251,10 +319,11 @@ class _Pass:
             if (count := self._room.count(job.job_id))
             and self._policy.may_move(job, count, self._now)
         ]
-        for priority in sorted({job.priority for job in movable}, reverse=True):
+        for user, priority in sorted({(job.user, -job.priority) for job in movable}):
+            own = [job for job in movable if job.user == user]
             self._exchange(
-                [job for job in movable if job.priority == priority],
-                [job for job in movable if job.priority <= priority],
+                [job for job in own if job.priority == -priority],
+                [job for job in own if job.priority <= -priority],
                 self._policy.margin,
             )
 
@@ -265,7 +334,7 @@ class _Pass:
         gave: set[str] = set()
         took: set[str] = set()
         while takers and givers:
-            taker, giver = self._pop(takers), self._pop(givers)
+            taker, giver = self._pop_taker(takers), self._pop_giver(givers)
             if taker.job_id in gave:
                 self._push(givers, giver, self._own_loss_key)
                 continue
@@ -289,33 +358,50 @@ class _Pass:
                 self._push(takers, taker, self._gain_key)
             self._push(givers, giver, self._own_loss_key, giver.min_trainers)
 
-    # --- heaps of jobs; an entry is popped, changed and pushed again, so none is out of date
+    # --- heaps of jobs
 
     def _heap(
         self,
         jobs: Iterable[JobView],
         key: Callable[[JobView], tuple[float, ...]],
         wanted: Callable[[JobView, int], bool],
-    ) -> list[tuple[tuple[float, ...], str, JobView]]:
-        found = [
-            (key(job), job.job_id, job) for job in jobs if wanted(job, self._room.count(job.job_id))
-        ]
-        heapq.heapify(found)
+    ) -> _Heaps:
+        found: _Heaps = {}
+        for job in jobs:
+            if wanted(job, self._room.count(job.job_id)):
+                found.setdefault(job.user, []).append((key(job), job.job_id, job))
+        for heap in found.values():
+            heapq.heapify(heap)
         return found
 
+    def _pop_taker(self, heaps: _Heaps) -> JobView:
+        """Take out the first job of the user with the fewest slots; of equals, the first of all."""
+        return self._pop(
+            heaps, min(heaps, key=lambda user: (self._room.used(user), heaps[user][0]))
+        )
+
+    def _pop_giver(self, heaps: _Heaps) -> JobView:
+        """Take out the first job of the user with the most slots; of equals, the first of all."""
+        return self._pop(
+            heaps, min(heaps, key=lambda user: (-self._room.used(user), heaps[user][0]))
+        )
+
     @staticmethod
-    def _pop(heap: list[tuple[tuple[float, ...], str, JobView]]) -> JobView:
-        return heapq.heappop(heap)[2]
+    def _pop(heaps: _Heaps, user: str) -> JobView:
+        job = heapq.heappop(heaps[user])[2]
+        if not heaps[user]:
+            del heaps[user]
+        return job
 
     def _push(
         self,
-        heap: list[tuple[tuple[float, ...], str, JobView]],
+        heaps: _Heaps,
         job: JobView,
         key: Callable[[JobView], tuple[float, ...]],
         above: int = 0,
     ) -> None:
         if self._room.count(job.job_id) > above:
-            heapq.heappush(heap, (key(job), job.job_id, job))
+            heapq.heappush(heaps.setdefault(job.user, []), (key(job), job.job_id, job))
 
     def _gain_key(self, job: JobView) -> tuple[float, ...]:
         """Sort the job that gains most first; of equals, the smaller, then the older one."""

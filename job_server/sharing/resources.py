@@ -32,6 +32,7 @@ class Need(NamedTuple):
     job_id: str
     each: Resources  # of one trainer
     placed: Mapping[str, int]  # node -> trainers there now
+    user: str = ""
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class _Node:
 class _Held:
     each: Resources
     before: Mapping[str, int]
+    user: str
     now: dict[str, int] = field(default_factory=dict)
     count: int = 0
 
@@ -70,11 +72,14 @@ class Room:
                 used[k] += node.foreign[k]
         self._index = {node.node_id: i for i, node in enumerate(self._nodes)}
         self._left = [int(total[k] * max_load) - used[k] for k in _KINDS]  # below the limit
+        self._limit = int(total[0] * max_load) - used[0]
+        self._used: dict[str, int] = {}  # user -> slots
         self._held: dict[str, _Held] = {}
         self._first: dict[Resources, int] = {}  # no node before this one has room for so much
         self._journal: list[tuple[str, str, int]] = []
         for need in needs:
-            self._held[need.job_id] = _Held(need.each, need.placed)
+            self._held[need.job_id] = _Held(need.each, need.placed, need.user)
+            self._used.setdefault(need.user, 0)
             for node_id, count in need.placed.items():
                 if node_id in self._index and count:
                     self._move(need.job_id, node_id, count)
@@ -83,6 +88,14 @@ class Room:
     def count(self, job_id: str) -> int:
         """Return how many trainers the job has."""
         return self._held[job_id].count
+
+    def used(self, user: str) -> int:
+        """Return how many slots the user's jobs have."""
+        return self._used[user]
+
+    def equal_share(self) -> float:
+        """Return how many slots each user would have if all had as many."""
+        return max(self._limit, 0) / max(len(self._used), 1)
 
     def placed(self, job_id: str) -> dict[str, int]:
         """Return node -> trainers of the job."""
@@ -159,6 +172,7 @@ class Room:
             free[k] -= amount
             left[k] -= amount
         held.count += count
+        self._used[held.user] += held.each.slots * count
         held.now[node_id] = held.now.get(node_id, 0) + count
         if not held.now[node_id]:
             del held.now[node_id]

@@ -186,10 +186,49 @@ def test_impossible_numbers_are_refused():
         allocate(Fulfilment(), [job(least=3, most=2)], cluster(4), 0.0)
 
 
+# --- users
+
+
+def test_two_users_have_as_much_however_many_jobs_one_of_them_has():
+    for policy in (Fulfilment(), Goodput()):
+        mine = [job(f"mine{n}", 1, 8, 2, user="ada") for n in range(4)]
+        jobs, nodes = [*mine, job("other", 1, 8, user="ben")], cluster(8)
+        found = allocate(policy, jobs, nodes, 1000.0)
+        assert counts(found) == {"mine0": 1, "mine1": 1, "mine2": 1, "mine3": 1, "other": 4}
+        alone = allocate(policy, mine, nodes, 1000.0)  # nobody else has work: all is one user's
+        assert sum(counts(alone).values()) == 8
+
+
+def test_a_user_who_has_less_than_an_equal_share_gets_it_from_jobs_that_run_and_from_high_ones():
+    high = job("high", 2, 8, 8, user="ada", priority=5)
+    low = job("low", 1, 8, user="ben", submitted_at=1.0)
+    found = allocate(Fulfilment(), [high, low], cluster(8), 10.0)
+    assert counts(found) == {"high": 4, "low": 4}
+    assert found["high"].reason == "gives way to low, whose user has fewer slots"
+    own = replace(low, user="ada")  # within a user's jobs priorities stand as ever
+    assert counts(allocate(Fulfilment(), [high, own], cluster(8), 10.0)) == {"high": 8, "low": 0}
+
+
+def test_of_those_that_wait_the_job_of_the_user_with_the_fewest_slots_starts_first():
+    running = job("running", 2, 2, 2, user="ada")
+    waiting = [job(f"a{n}", 1, 1, user="ada", submitted_at=float(n)) for n in range(3)]
+    late = job("late", 1, 1, user="ben", submitted_at=9.0)
+    found = allocate(Fulfilment(), [running, *waiting, late], cluster(4), 10.0)
+    assert counts(found) == {"running": 2, "a0": 1, "a1": 0, "a2": 0, "late": 1}
+
+
+def test_no_value_of_a_trainer_takes_it_from_another_users_share():
+    near = job("near", 1, 8, 4, remaining_s=600.0, user="ada")
+    far = job("far", 1, 8, 4, remaining_s=60_000.0, user="ben")
+    assert counts(allocate(Goodput(), [near, far], cluster(8), 100.0)) == {"near": 4, "far": 4}
+
+
 # --- properties
 
 
-def random_case(rng: random.Random) -> tuple[list[JobView], list[NodeRoom]]:
+def random_case(
+    rng: random.Random, users: tuple[str, ...] = ("",), *, slots_only: bool = False
+) -> tuple[list[JobView], list[NodeRoom]]:
     def amount(top: int) -> Resources:
         return Resources(
             slots=rng.randint(0, top),
@@ -199,7 +238,7 @@ def random_case(rng: random.Random) -> tuple[list[JobView], list[NodeRoom]]:
 
     nodes = []
     for index in range(rng.randint(1, 5)):
-        capacity = amount(8)
+        capacity = Resources(slots=rng.randint(0, 8)) if slots_only else amount(8)
         foreign = Resources(
             *(rng.randint(0, part) if rng.random() < 0.3 else 0 for part in capacity)
         )
@@ -212,20 +251,46 @@ def random_case(rng: random.Random) -> tuple[list[JobView], list[NodeRoom]]:
                 job_id=f"j{index}",
                 min_trainers=least,
                 max_trainers=least + rng.choice((0, 1, 3, 6)),
-                each=rng.choice((ONE, Resources(cpu_milli=1000), amount(2))),
+                each=ONE if slots_only else rng.choice((ONE, Resources(cpu_milli=1000), amount(2))),
                 placed={f"n{rng.randint(0, 5)}": rng.randint(1, 4)} if rng.random() < 0.5 else {},
                 priority=rng.choice((0, 0, 0, 1)),
                 submitted_at=float(rng.randint(0, 900)),
                 remaining_s=rng.choice((None, 10.0, 1000.0, 1e5)),
+                user=rng.choice(users),
             )
         )
     return jobs, nodes
 
 
+def check_shares(jobs: list[JobView], nodes: list[NodeRoom], found: dict[str, Allocation]) -> None:
+    """Of two users with work, none has less than a share while the other's have more than min.
+
+    Args:
+        jobs: of one slot for each trainer, which fit any node.
+    """
+    have = counts(found)
+    used = {user: 0 for user in (each.user for each in jobs)}
+    for each in jobs:
+        used[each.user] += have[each.job_id]
+    share = sum(node.capacity.slots - node.foreign.slots for node in nodes) / len(used)
+    spare = dict.fromkeys(used, 0)
+    for each in jobs:
+        spare[each.user] += max(0, have[each.job_id] - each.min_trainers)
+    for each in jobs:
+        others = [user for user in used if user != each.user and spare[user]]
+        if 0 < have[each.job_id] < each.max_trainers:
+            assert all(used[user] <= used[each.user] + 1 for user in others), (each, have)
+        elif have[each.job_id] or "behind" in found[each.job_id].reason:
+            continue
+        elif used[each.user] + each.min_trainers <= share:
+            room = sum(min(spare[user], max(0, used[user] - int(share))) for user in others)
+            assert room < each.min_trainers, (each, have)
+
+
 def check_properties(
     policy: Policy, jobs: list[JobView], nodes: list[NodeRoom], now: float
-) -> None:
-    """One decision and those after it hold what is promised."""
+) -> dict[str, Allocation]:
+    """One decision and those after it hold what is promised; return the last of them."""
     before = None
     for _ in range(12):
         found = allocate(policy, jobs, nodes, now)
@@ -245,6 +310,7 @@ def check_properties(
         if not found[each.job_id].trainers and "behind" not in found[each.job_id].reason:
             alone = allocate(policy, [each], left_over(nodes, jobs, found), now)
             assert not alone[each.job_id].trainers, each
+    return found
 
 
 def check_node(node: NodeRoom, jobs: list[JobView], found: dict[str, Allocation]) -> None:
@@ -282,12 +348,27 @@ def left_over(
 def check_random_clusters(name: str, count: int) -> None:
     for seed in range(count):
         rng = random.Random(seed)
-        jobs, nodes = random_case(rng)
+        jobs, nodes = random_case(rng, ("",) if seed % 2 else ("", "ada", "ben"))
         policy = POLICIES[name](max_load=rng.choice((1.0, 1.0, 0.8)))
         try:
             check_properties(policy, jobs, nodes, 1000.0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def check_random_users(name: str, count: int) -> None:
+    for seed in range(count):
+        rng = random.Random(seed)
+        jobs, nodes = random_case(rng, ("ada", "ben", "cem")[: rng.randint(2, 3)], slots_only=True)
+        try:
+            check_shares(jobs, nodes, check_properties(POLICIES[name](), jobs, nodes, 1000.0))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_random_users_have_their_shares(name):
+    check_random_users(name, 300)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -299,3 +380,4 @@ def test_random_clusters_are_shared_within_their_bounds_and_come_to_rest(name):
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_ten_thousand_random_clusters(name):
     check_random_clusters(name, 10_000)
+    check_random_users(name, 10_000)

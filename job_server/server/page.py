@@ -7,15 +7,20 @@ from job_server.api import wire
 from job_server.api.text import (
     account_parts,
     duration,
+    roughly,
     steps_of_stage,
     steps_of_total,
     teacher_facts,
 )
 from job_server.server.service import JobService
+from job_server.sharing.explain import outlook_text, range_text, summarize
+from job_server.sharing.forecast import foresee
 
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
 REFRESH_S = 3
+_PASSES = 1000  # times jobs: what a forecast may cost the server, some 30 ms
+_EXPLAINED = 40  # shared jobs; of more, the page has the server's short reasons alone
 
 
 def page_context(service: JobService, version: str) -> dict[str, Any]:
@@ -25,14 +30,40 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
         _job_context(status, service.last_events(status.job_id, SHOWN_EVENTS), now)
         for status in service.statuses()
     ]
+    sharing = service.sharing()
+    shares = {node.node_id: node for node in sharing.nodes}
     return {
         "jobs": jobs,
-        "nodes": [_node_context(status, now) for status in service.node_statuses()],
+        "policy": sharing.policy,
+        "queue": _queue_context(sharing),
+        "nodes": [
+            _node_context(status, shares.get(status.node.node_id), now)
+            for status in service.node_statuses()
+        ],
         "refresh_s": REFRESH_S,
         "now": f"{datetime.fromtimestamp(now, UTC).astimezone():%Y-%m-%d %H:%M:%S}",
         "server_id": service.server_id,
         "version": version,
     }
+
+
+def _queue_context(sharing: wire.Sharing) -> list[dict[str, Any]]:
+    outlooks = foresee(sharing, passes=max(4, _PASSES // max(1, len(sharing.jobs))))
+    rows = []
+    for job in sharing.jobs:
+        why = job.reason
+        if len(sharing.jobs) <= _EXPLAINED:
+            why = summarize(sharing, job, outlooks[job.job_id]).removeprefix(f"{job.job_id} ")
+        rows.append(
+            {
+                "job": job,
+                "range": range_text(job),
+                "waited": roughly(job.waited_s),
+                "next": outlook_text(job, outlooks[job.job_id]),
+                "why": why.split("`"),  # every other part is a command
+            }
+        )
+    return rows
 
 
 def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float) -> dict[str, Any]:
@@ -67,11 +98,28 @@ def _stage_context(record: wire.StageRecord) -> dict[str, Any]:
     }
 
 
-def _node_context(status: wire.NodeStatus, now: float) -> dict[str, Any]:
+def _node_context(
+    status: wire.NodeStatus, shared: wire.SharedNode | None, now: float
+) -> dict[str, Any]:
     slots = status.node.slots
     return {
         "status": status,
         "slots": f"{sum(slot.usable for slot in slots)} of {len(slots)} {slots[0].kind.value}",
+        "use": None if shared is None else _use_context(shared),
         "seen": duration(now - status.last_seen_at),
         "unusable": [f"slot {slot.index}: {slot.reason}" for slot in slots if not slot.usable],
     }
+
+
+def _use_context(node: wire.SharedNode) -> dict[str, Any]:
+    free = max(0, node.slots - node.used_shared - node.used_others)
+    parts = [("shared", node.used_shared), ("others", node.used_others), ("free", free)]
+    names = {"shared": "of shared jobs", "others": "of others", "free": "free"}
+    text = [f"{count} {names[part]}" for part, count in parts if count]
+    if node.limit is not None:
+        text.append(f"shared jobs may have {node.limit}")
+    if node.cpu_milli:
+        text.append(f"CPU {100 * node.cpu_used_milli / node.cpu_milli:.0f} %")
+    if node.gpu_percent is not None:
+        text.append(f"GPU {node.gpu_percent:.0f} %")
+    return {"parts": [part for part in parts if part[1]], "text": ", ".join(text)}

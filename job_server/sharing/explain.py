@@ -49,13 +49,26 @@ def explain(
     """
     job = {each.job_id: each for each in sharing.jobs}[job_id]
     outlook = foresee(sharing, until=job_id)[job_id]
-    if job.state in _HALTED:
-        summary, facts = _HALTED[job.state].format(job_id), _wants(job)
-    elif job.nodes:
-        summary, facts = _running(sharing, job, outlook)
-    else:
-        summary, facts = _waiting(sharing, job, outlook, states or {})
+    facts = _wants(job)
+    if job.state not in _HALTED:
+        facts += (_facts_running if job.nodes else _facts_waiting)(sharing, job, outlook)
+    summary = summarize(sharing, job, outlook, states)
     return Explanation(summary=summary, facts=facts, outlook=outlook)
+
+
+def summarize(
+    sharing: Sharing,
+    job: SharedJob,
+    outlook: Outlook,
+    states: Mapping[str, JobState] | None = None,
+) -> str:
+    """Return the sentence of an explanation; `states` as of `explain`."""
+    if job.state in _HALTED:
+        return _HALTED[job.state].format(job.job_id)
+    if job.nodes:
+        return _running(sharing, job, outlook)
+    known = {other.job_id: other.state for other in sharing.jobs} | dict(states or {})
+    return _waiting(sharing, job, outlook, known)
 
 
 def outlook_text(job: SharedJob, outlook: Outlook) -> str:
@@ -79,23 +92,25 @@ def range_text(job: SharedJob) -> str:
 
 def _waiting(
     sharing: Sharing, job: SharedJob, outlook: Outlook, states: Mapping[str, JobState]
-) -> tuple[str, Facts]:
-    states = {other.job_id: other.state for other in sharing.jobs} | dict(states)
+) -> str:
     why = _dependencies(job, states) if job.after else _missing(sharing, job)
     when = _when(sharing, job, outlook, states)
     again = " again" if job.started_at is not None else ""
-    since = roughly(sharing.now - job.since)
-    facts = list(_wants(job))
+    text = f"{job.job_id} waits{again} since {roughly(sharing.now - job.since)}: {why}"
+    return f"{text}; {when}" if when else text
+
+
+def _facts_waiting(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
+    facts = []
     if _queues(job):
         waiting = sum(_queues(other) for other in sharing.jobs)
         facts.append(("place", f"{len(_before(sharing, job)) + 1} of {waiting} that wait"))
     if outlook.starts_in_s is not None and outlook.ends_in_s is not None:
         facts.append(("ends", f"in about {roughly(outlook.ends_in_s)}"))
-    if again:
+    if job.started_at is not None:
         facts.append(("its state", "is kept: it goes on after its last step"))
     facts += [("sooner", text) for text in _sooner(sharing, job)]
-    text = f"{job.job_id} waits{again} since {since}: {why}"
-    return f"{text}; {when}" if when else text, tuple(facts)
+    return tuple(facts)
 
 
 def _dependencies(job: SharedJob, states: Mapping[str, JobState]) -> str:
@@ -217,10 +232,12 @@ def _when(
         return f"it never starts by itself: run {listed(lost)} again, or delete it"
     if not nodes_for(sharing, job):
         return ""
-    unknown = [other.job_id for other in _running_jobs(sharing) if _is_endless(other)]
+    behind = [other for other in sharing.jobs if other.job_id in job.after]
+    unknown = [o.job_id for o in behind or _running_jobs(sharing) if _is_endless(o)]
     if outlook.starts_in_s is None:
         if unknown:
-            return f"when it starts is not known, as {listed(unknown)} cannot say when it ends"
+            take = "takes" if len(unknown) == 1 else "take"
+            return f"when it starts is not known, as how long {listed(unknown)} {take} is not yet"
         before = len(_before(sharing, job))
         if before:
             verb = "is" if before == 1 else "are"
@@ -273,7 +290,7 @@ def _sooner(sharing: Sharing, job: SharedJob) -> list[str]:
 # --- a job that runs ------------------------------------------------------------------------------
 
 
-def _running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> tuple[str, Facts]:
+def _running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> str:
     has = f"{job.job_id} runs with {counted(job.allotted, 'pod')}"
     if job.min_pods != job.max_pods:
         has += f" ({range_text(job)})"
@@ -281,19 +298,22 @@ def _running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> tuple[str, F
     parts = [f"{has}: {job.reason}" if job.reason else has, _why_not_more(sharing, job)]
     if outlook.ends_in_s is not None:
         parts.append(f"it ends in about {roughly(outlook.ends_in_s)}")
+    return "; ".join(part for part in parts if part)
+
+
+def _facts_running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
+    others = [other for other in _running_jobs(sharing) if other.job_id != job.job_id]
     facts = [
-        *_wants(job),
         ("where", listed([f"{pods} on {node}" for node, pods in sorted(job.nodes.items())], 8)),
         ("speed", _speed(job)),
-        ("beside", listed([f"{each.job_id} {each.allotted}" for each in _running_jobs(sharing)
-                           if each.job_id != job.job_id], 8)),
+        ("beside", listed([f"{other.job_id} {other.allotted}" for other in others], 8)),
         ("waited", roughly(job.waited_s)),
-    ]  # fmt: skip
+    ]
     if outlook.ends_in_s is None:
         facts.append(("ends", "not known: it has made too few steps, or does not say how many"))
     elif job.run_time_left_s is not None and outlook.ends_in_s > job.run_time_left_s - 1:
-        facts.append(("ends", f"in {roughly(outlook.ends_in_s)} by its max_run_time_s"))
-    return "; ".join(part for part in parts if part), tuple(fact for fact in facts if fact[1])
+        facts.append(("ends", f"in {roughly(outlook.ends_in_s)} by its max_run_time"))
+    return tuple(fact for fact in facts if fact[1])
 
 
 def _why_not_more(sharing: Sharing, job: SharedJob) -> str:

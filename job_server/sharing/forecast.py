@@ -14,7 +14,7 @@ from job_server.sharing.policies import POLICIES, Goodput
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.sharing.speedup import StepTime, fit
 
-MAX_PASSES = 300  # later than so many decisions nothing is foreseen
+MAX_PASSES = 300
 _LOOK_S = 60.0  # after an event, a policy moves pods for a while
 _HALTED = (JobState.PAUSING, JobState.PAUSED, JobState.STOPPING)
 _SAME_S = 1e-3
@@ -67,10 +67,13 @@ def policy_of(sharing: Sharing) -> Policy:
     return POLICIES.get(sharing.policy, Goodput())
 
 
-def foresee(sharing: Sharing, *, until: str | None = None) -> dict[str, Outlook]:
+def foresee(
+    sharing: Sharing, *, until: str | None = None, passes: int = MAX_PASSES
+) -> dict[str, Outlook]:
     """Return job -> outlook.
 
     Args:
+        passes: later than so many decisions nothing is foreseen.
         until: what is later than this job's end is of no interest; None: all is.
     """
     policy, start = policy_of(sharing), sharing.now
@@ -79,7 +82,7 @@ def foresee(sharing: Sharing, *, until: str | None = None) -> dict[str, Outlook]
     found = dict.fromkeys(ids, Outlook())
     live = {job.job_id: _live(job, start) for job in sharing.jobs if _can_run(sharing, job)}
     now, ended, looks = start, list[str](), list[float]()
-    for _ in range(MAX_PASSES):
+    for _ in range(passes):
         able = [each for each in live.values() if not each.waits_for]
         if not able or (until is not None and until not in live):
             break

@@ -35,3 +35,18 @@ def test_the_overview_parts_slots_of_shared_jobs_from_those_of_others():
         "memory_used_mb": 0, "gpu_percent": None, "job_id": None, "folders": ["digits"],
     }  # fmt: skip
     assert sharing["jobs"] == []
+
+
+def test_the_page_shows_the_queue_and_who_uses_the_nodes():
+    with open_service() as service:
+        assert "Queue" not in browse(service).get("/").text
+        service.register(cpu_node(job_id=None, folders=("digits",), cpu_milli=4000))
+        service.submit(wire.JobSpec(job_id="alone", folder="digits"))
+        service.submit(wire.JobSpec(job_id="mine", folder="other", share=True, user="ann"))
+        page = browse(service).get("/").text
+    assert "<h2>Queue</h2>" in page
+    assert '<a href="#mine">mine</a>' in page
+    assert "no node that can be reached has a folder" in page
+    assert "<code>edl client</code>" in page
+    assert '<i class="others" style="flex: 1"></i>' in page
+    assert "1 of others, 1 free, CPU 0 %" in page

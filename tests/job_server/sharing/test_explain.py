@@ -70,7 +70,7 @@ def test_what_would_let_it_start_sooner_is_what_the_policy_would_do():
         pytest.param(
             (replace(SECOND, allotted=8, nodes={"a": 8}, remaining_s=None, min_pods=8, max_pods=8),
              shared_job("x")),
-            "when it starts is not known, as train-b cannot say when it ends",
+            "when it starts is not known, as how long train-b takes is not yet",
             id="behind one that never says",
         ),
         pytest.param(

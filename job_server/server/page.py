@@ -36,6 +36,7 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
         "jobs": jobs,
         "policy": sharing.policy,
         "queue": _queue_context(sharing),
+        "has_users": len({job.user for job in sharing.jobs}) > 1,
         "nodes": [
             _node_context(status, shares.get(status.node.node_id), now)
             for status in service.node_statuses()

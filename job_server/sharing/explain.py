@@ -102,7 +102,7 @@ def _waiting(
 
 def _facts_waiting(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
     facts = []
-    if _queues(job):
+    if _queues(job) and len({other.user for other in sharing.jobs}) == 1:
         waiting = sum(_queues(other) for other in sharing.jobs)
         facts.append(("place", f"{len(_before(sharing, job)) + 1} of {waiting} that wait"))
     if outlook.starts_in_s is not None and outlook.ends_in_s is not None:

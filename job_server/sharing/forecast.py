@@ -198,6 +198,7 @@ def _view(each: _Live, now: float) -> JobView:
         max_trainers=job.max_pods,
         each=need_of(job),
         placed=each.placed,
+        user=job.user,
         priority=job.priority,
         submitted_at=job.submitted_at,
         changed_at=each.changed_at,

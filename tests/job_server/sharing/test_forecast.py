@@ -60,6 +60,16 @@ def test_what_waits_for_a_job_of_unknown_length_cannot_be_foreseen_unless_its_ti
     assert foresee(cluster(limited, new))["new"].starts_in_s == pytest.approx(90.0)
 
 
+def test_users_have_equal_shares_in_the_forecast_too():
+    jobs = [
+        shared_job("has", 4, min_pods=4, max_pods=4, user="ann"),
+        shared_job("first", min_pods=4, max_pods=4, user="ann"),
+        shared_job("later", min_pods=4, max_pods=4, user="bob", submitted_at=5.0),
+    ]
+    assert fits_now(cluster(*jobs), "later")
+    assert not fits_now(cluster(*jobs), "first")
+
+
 def test_a_paused_job_and_one_that_no_node_serves_take_no_room():
     jobs = (
         shared_job("paused", state=JobState.PAUSED),

@@ -60,6 +60,12 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer: expected one torch.optim.Optimizer, got a {type(optimizer).__name__}; "
             f"{_PASS_IT}"
         )
+    inner = [v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)]
+    if inner:
+        raise UsageError(
+            f"optimizer: {type(optimizer).__name__} holds a {type(inner[0]).__name__}, whose state "
+            f"would be lost when trainers change; pass that optimizer itself"
+        )
     if type(optimizer).__name__ == "LBFGS":
         raise UsageError(
             "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "

@@ -41,7 +41,7 @@ class TorchState(BaseState):
                 TorchOptimizer(model, each, [one for one in schedulers if one.optimizer is each])
                 for each in optimizers
             ],
-            TorchTraits(model),
+            TorchTraits(model, optimizers),
             buffers,
             unowned,
             scaler,

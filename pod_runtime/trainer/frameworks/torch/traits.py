@@ -1,7 +1,7 @@
 """What a script changes of a PyTorch model besides tensors."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,20 @@ from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.plain_values import is_plain
 
 _OF_LAYERS = frozenset(vars(nn.Module())) - {"training"}  # the framework's own, of any layer
+# The framework's own, of any optimizer, and what a scheduler notes there.
+_OF_OPTIMIZERS = frozenset(
+    ("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
+     "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+)  # fmt: skip
 _WATCH = "train"  # an attribute that stands before the method while modes are watched
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class TorchTraits(BaseTraits):
-    """The traits of one model; an optimizer's options are in its groups, which the state has."""
+    """The traits of one model and its optimizers, whose groups the state has elsewhere."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, optimizers: Sequence[Any] = ()) -> None:
+        self._optimizers = list(optimizers)
         super().__init__(model)
         self._before: dict[str, bool] = {}  # modes when they began to be watched
         self._set_since: set[str] = set()  # layers whose mode was set since
@@ -57,17 +63,21 @@ class TorchTraits(BaseTraits):
         found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
         for name, parameter in self._model.named_parameters():
             found[f"parameter/{name}"] = parameter
+        # Such as the count of steps that an optimizer of the script's own keeps.
+        found |= {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
         return found
 
     def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
         if isinstance(thing, torch.Tensor):
             return {"requires_grad": thing.requires_grad}
+        is_layer = isinstance(thing, nn.Module)
+        skipped = _OF_LAYERS if is_layer else _OF_OPTIMIZERS
         found = {
             name: value
             for name, value in vars(thing).items()
-            if name not in _OF_LAYERS and is_plain(value)
+            if name not in skipped and is_plain(value)
         }
-        if self._evaluates is not None:
+        if is_layer and self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
         return found
 

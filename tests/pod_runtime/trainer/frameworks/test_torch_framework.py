@@ -39,6 +39,25 @@ class Counts:
         self.state = state
 
 
+class Rested(torch.optim.SGD):
+    """An optimizer of a script's own, which counts its steps and leaves out every third one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        if self.count % 3:
+            super().step()
+
+
+class Lookahead(torch.optim.SGD):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.param_groups[0]["params"], lr=0.1)
+        self.inner = inner
+
+
 class Training:
     """A model with batch norm, and what trains it."""
 
@@ -57,6 +76,8 @@ class Training:
         match kind:
             case "momentum":
                 self.optimizer = torch.optim.SGD(halves, lr=0.1, momentum=0.9)
+            case "rested":
+                self.optimizer = Rested(halves, lr=0.1)
             case "milestones":
                 self.optimizer = torch.optim.Adam(halves, lr=0.1)
                 self.scheduler = lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
@@ -111,7 +132,7 @@ class Training:
         self.framework.state.load(layout, memoryview(data), scalars)
 
 
-KINDS = ["momentum", "milestones", "plateau", "one cycle", "in sequence", "scaler"]
+KINDS = ["momentum", "rested", "milestones", "plateau", "one cycle", "in sequence", "scaler"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -466,6 +487,13 @@ def test_an_optimizer_of_other_parameters_is_refused():
         torch_framework(model, both, header_size=HEADER)
     with pytest.raises(UsageError, match="none of its parameters is one of the model's"):
         torch_framework(model, torch.optim.SGD(other.parameters(), lr=0.1), header_size=HEADER)
+
+
+def test_an_optimizer_around_another_one_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = Lookahead(torch.optim.Adam(model.parameters()))
+    with pytest.raises(UsageError, match="optimizer: Lookahead holds a Adam, whose state would be"):
+        torch_framework(model, optimizer, header_size=HEADER)
 
 
 EXTRAS = [

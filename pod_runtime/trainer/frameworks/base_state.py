@@ -5,7 +5,9 @@ What an optimizer keeps of a parameter goes by the parameter's place in the mode
 """
 
 import ctypes
+import json
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +39,9 @@ class FrameworkTensors(Protocol):
 
     def fill(self, tensor: Any, source: Any, spec: StateTensor) -> None:
         """Overwrite `tensor` by the bytes that `spec` says of `source`, (bytes,) uint8."""
+
+    def norm(self, tensor: Any) -> float:
+        """Return the sum of a tensor's absolute values."""
 
     def make_tensor(self, source: Any, spec: StateTensor) -> Any:
         """Return a copy of these bytes as a tensor."""
@@ -190,6 +195,19 @@ class BaseState(ABC):
             for path, value in nested(name, thing).items()
             if self._tensor_tools.is_tensor(value)
         ]
+
+    def fingerprints(self, *, of_model: bool) -> dict[str, float]:
+        """Return numbers that are the same on all ranks as long as their states are."""
+        plain = json.dumps([_rounded(each.scalars()) for each in self._optimizers])
+        found = {
+            "optimizer: its learning rate or options, or a scheduler": float(
+                zlib.crc32(plain.encode())
+            )
+        }
+        if of_model:
+            self._buffers.take_back()
+            found |= {name: self._tensor_tools.norm(each) for name, each in self._model_tensors()}
+        return found
 
     # --- taking it over
 
@@ -345,3 +363,12 @@ class BaseState(ABC):
     def check_unowned(self) -> None:
         """See that these are as they were. Raises UsageError: the script has changed one."""
         self._unowned.check()
+
+
+def _rounded(value: Any) -> Any:
+    """Return plain values without the digits in which processors differ."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value

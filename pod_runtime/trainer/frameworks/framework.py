@@ -107,6 +107,12 @@ class FrameworkState(Protocol):
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Set the modes of these layers."""
 
+    def fingerprints(self, *, of_model: bool) -> dict[str, float]:
+        """Return numbers that are the same on all ranks as long as their states are.
+
+        By what they are of: the optimizers' plain part, and each of the model's tensors.
+        """
+
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
 

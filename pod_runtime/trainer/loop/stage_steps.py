@@ -81,12 +81,13 @@ class StageSteps:
         stage, result = self.stage, step.result
         stage.framework.step.end()
         stage.progress.commit_step(result.drawn)
-        if (
-            result.request.snapshot
-            or stage.progress.epoch_is_over
-            or stage.progress.cursor.global_step <= _FIRST_STEPS
-        ):
+        is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
+        if result.request.snapshot or is_over or is_first:
             self._check_script()
+            # Of several optimizers a rank may have left out one, which the next exchange says:
+            # nothing else may be exchanged in its place.
+            if is_over or len(stage.framework.step.optimizers) == 1:
+                self._check_same(of_model=is_over or is_first)
         now = time.monotonic()
         took = now - self._committed_at
         self._committed_at = now
@@ -154,6 +155,25 @@ class StageSteps:
             self._warned_of_loss = True
             logger.warning("step %d: the training loss is %g", step, loss)
         return {TRAIN_LOSS: loss}
+
+    def _check_same(self, *, of_model: bool) -> None:
+        """See that all ranks have the same state. All of them call it.
+
+        Raises:
+            UsageError: the script has changed something on one of them.
+        """
+        if self.stage.member.world_size == 1:
+            return
+        prints = self.stage.framework.state.fingerprints(of_model=of_model)
+        first = self.stage.member.first_difference(list(prints.values()))
+        if first is not None:
+            raise UsageError(
+                f"{list(prints)[first]}: not the same on all trainers after step "
+                f"{self.cursor.global_step - 1}. What the script sets besides step.update() has to "
+                f"follow from what they all have (step.number, what step.update() or loop.evaluate "
+                f"has returned), not from the loss of a shard; and it is set once in a step, not "
+                f"for each shard"
+            )
 
     def _check_script(self) -> None:
         state = self.stage.framework.state

@@ -25,8 +25,10 @@ from pod_runtime.trainer.progress.agreement import (
     ExchangeResult,
     SnapshotRequest,
     make_ballot,
+    make_comparison,
     make_header,
     read_ballots,
+    read_comparison,
     read_header,
 )
 from pod_runtime.trainer.progress.best import BestCheckpoint
@@ -159,6 +161,15 @@ class StageMember:
         self._group.broadcast(first.view(np.uint8), 0)
         mine = np.array([value])
         return None if self.any_of_us(first.tobytes() != mine.tobytes()) else value
+
+    def first_difference(self, values: Sequence[float]) -> int | None:
+        """Return the index of the first number that is not about the same on all ranks.
+
+        None: all are. All ranks call it.
+        """
+        sums = make_comparison(values)
+        self._group.all_reduce(sums)
+        return read_comparison(sums, self.world_size)
 
     def keep_best(self, best: BestCheckpoint) -> bool:
         """Have rank 0 write the committed state as the best of a metric, and wait for it.

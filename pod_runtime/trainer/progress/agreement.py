@@ -17,6 +17,9 @@ it is, because the launchers' messages may have overtaken each other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from pod_runtime.trainer.progress.drawn import PIECES, from_pieces, to_pieces
 
 _NUMBERS = 7
@@ -24,6 +27,7 @@ HEADER_SIZE = _NUMBERS + PIECES
 HALTS = ("", "pause", "stop")  # what follows a cut; "": a change
 _BALLOT = 3  # numbers of a rank
 _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
+_ROUNDING = 1e-6  # relative: ranks whose processors round otherwise are this close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,19 @@ def read_header(sums: Sequence[float]) -> ExchangeResult:
     return ExchangeResult(
         cut=parks, void=void > 0, samples=round(samples), request=request, drawn=drawn
     )
+
+
+def make_comparison(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return one rank's part of a comparison of numbers, to be summed over all ranks."""
+    finite = np.nan_to_num(np.array(values, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    return np.concatenate([finite, finite * finite])
+
+
+def read_comparison(sums: npt.NDArray[np.float64], world_size: int) -> int | None:
+    """Return the index of the first number that ranks differ in; None: there is none."""
+    mean, squares = np.split(sums / world_size, 2)
+    apart = np.flatnonzero(squares - mean * mean > (_ROUNDING * mean) ** 2)
+    return int(apart[0]) if len(apart) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import paddle
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import ITEM_BYTES, StateTensor
 
+_PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
 _NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
 
 
@@ -47,6 +48,13 @@ def fill(tensor: Any, source: Any, spec: StateTensor) -> None:
         ctypes.memmove(tensor.data_ptr(), piece.ctypes.data, spec.size_bytes)
     else:
         tensor.set_value(make_tensor(source, spec))
+
+
+def norm(tensor: Any) -> float:
+    """Return the sum of a tensor's absolute values."""
+    flat = tensor.detach().flatten()
+    pieces = (flat[at : at + _PIECE].astype("float64") for at in range(0, flat.shape[0], _PIECE))
+    return sum((float(each.abs().sum()) for each in pieces), 0.0)
 
 
 def make_tensor(source: Any, spec: StateTensor) -> Any:

@@ -11,6 +11,7 @@ import torch
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import StateTensor
 
+_PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
 _PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
 
 
@@ -47,6 +48,14 @@ def fill(tensor: Any, source: Any, spec: StateTensor) -> None:
         ctypes.memmove(tensor.data_ptr(), piece.ctypes.data, spec.size_bytes)
     else:
         tensor.copy_(make_tensor(source, spec))
+
+
+def norm(tensor: Any) -> float:
+    """Return the sum of a tensor's absolute values."""
+    flat = tensor.detach().reshape(-1)
+    size = _PIECE if flat.device.type == "cpu" else max(1, flat.numel())
+    sums = [each.double().abs().sum() for each in flat.split(size)]
+    return float(torch.stack(sums).sum())
 
 
 def make_tensor(source: Any, spec: StateTensor) -> Any:

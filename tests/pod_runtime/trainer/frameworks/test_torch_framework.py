@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.optim import lr_scheduler  # noqa: E402
+from torch.optim import SGD, lr_scheduler  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
 from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
@@ -39,7 +39,7 @@ class Counts:
         self.state = state
 
 
-class Rested(torch.optim.SGD):
+class Rested(SGD):
     """An optimizer of a script's own, which counts its steps and leaves out every third one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,7 +52,7 @@ class Rested(torch.optim.SGD):
             super().step()
 
 
-class Lookahead(torch.optim.SGD):
+class Lookahead(SGD):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner.param_groups[0]["params"], lr=0.1)
         self.inner = inner

@@ -181,6 +181,36 @@ def test_trainers_that_update_different_optimizers_end_with_the_reason(launch):
         assert "do not update the same optimizers" in trainer.log.read_text()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "strays", "what"),
+    [
+        ("towers.py", "layer", "model/plain.0.weight"),
+        pytest.param("towers_torch.py", "rate", "its learning rate", marks=needs_torch),
+        pytest.param("towers.py", "rate", "its learning rate", marks=pytest.mark.slow),
+        pytest.param(
+            "towers_torch.py", "layer", "model/plain.0.weight",
+            marks=[needs_torch, pytest.mark.slow],
+        ),
+    ],
+)  # fmt: skip
+def test_what_one_trainer_sets_by_itself_ends_the_training_before_a_checkpoint_has_it(
+    launch, script: str, strays: str, what: str
+):
+    job = launch(script, 2)
+    checkpoint = job.folder / "checkpoint"
+    stage = job.start(
+        2, "--out", str(job.folder), "--strays", strays, "--checkpoint", str(checkpoint)
+    )
+    stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    for trainer in stage.trainers:
+        text = trainer.log.read_text()
+        assert f"{what}" in text, text
+        assert "not the same on all trainers after step 1." in text
+    assert not list(checkpoint.glob("stage_*"))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]

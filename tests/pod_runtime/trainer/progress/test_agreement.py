@@ -9,8 +9,10 @@ from pod_runtime.trainer.progress.agreement import (
     ExchangeResult,
     SnapshotRequest,
     make_ballot,
+    make_comparison,
     make_header,
     read_ballots,
+    read_comparison,
     read_header,
 )
 
@@ -79,3 +81,28 @@ def test_a_snapshot_that_nobody_needs_is_made_when_no_node_minds(nodes):
     assert read_header(total.tolist()).request.snapshot == 0.0
     total += header.astype(np.float32)
     assert read_header(total.tolist()).request.snapshot == 1.0
+
+
+@given(
+    st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=8),
+    st.integers(2, 200),
+    st.data(),
+)
+def test_ranks_see_the_first_number_that_one_of_them_has_another(values, world_size, data):
+    same = make_comparison(values) * world_size
+    assert read_comparison(same, world_size) is None
+    index = data.draw(st.integers(0, len(values) - 1))
+    other = [*values]
+    other[index] = values[index] * 1.01 + 1e-30
+    apart = same - make_comparison(values) + make_comparison(other)
+    if abs(values[index]) > 1e-3:
+        assert read_comparison(apart, world_size) == index
+
+
+def test_numbers_that_are_none_or_differ_by_rounding_are_the_same():
+    nothing = [float("nan"), float("inf"), 1e-200]
+    assert read_comparison(make_comparison([*nothing, 1.0]) * 2, 2) is None
+    close = make_comparison([1.0, 4294967295.0]) + make_comparison([1.0 + 1e-9, 4294967295.0])
+    assert read_comparison(close, 2) is None
+    apart = make_comparison([1.0, 4294967295.0]) + make_comparison([1.0 + 1e-5, 4294967295.0])
+    assert read_comparison(apart, 2) == 0

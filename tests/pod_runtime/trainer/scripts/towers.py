@@ -31,6 +31,7 @@ parser.add_argument("--asks", action="store_true", help="rank 1 asks for the num
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
+parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
 parser.add_argument("--all_reduce", default="flat")
 parser.add_argument("--twice", action="store_true", help="backward twice per shard")
 args = parser.parse_args()
@@ -107,6 +108,12 @@ for epoch in loop.epochs():
         if not step.is_warmup:
             print(json.dumps([step.number, float(loss)]), file=losses, flush=True)
         scheduler.step()
+        if args.strays and loop.rank == step.number == 1:
+            if args.strays == "rate":
+                scheduler.step()
+            else:
+                with paddle.no_grad():
+                    model.plain[0].weight.scale_(1.001)
         if step.number == 3:
             freeze(model.plain[0], False)
         elif step.number == 5:

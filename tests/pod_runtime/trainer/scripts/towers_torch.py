@@ -30,6 +30,7 @@ parser.add_argument("--asks", action="store_true", help="rank 1 asks for the num
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
+parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
 STAGE = os.environ.get("EDL_STAGE", "0")
@@ -101,6 +102,12 @@ for epoch in loop.epochs():
         if not step.is_warmup:
             print(json.dumps([step.number, float(loss)]), file=losses, flush=True)
         scheduler.step()
+        if args.strays and loop.rank == step.number == 1:
+            if args.strays == "rate":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            else:
+                with torch.no_grad():
+                    model.plain[0].weight.data.mul_(1.001)
         if step.number == 3:
             model.plain[0].requires_grad_(True)
         elif step.number == 5:

@@ -242,7 +242,8 @@ class _Pass:
         """
         room = self._room
         share = room.equal_share()
-        is_due = room.used(job.user) + job.min_trainers * job.each.slots <= share
+        missing = job.min_trainers - room.count(job.job_id)
+        is_due = room.used(job.user) + missing * job.each.slots <= share
         givers = self._heap(
             self._jobs,
             self._loss_key,

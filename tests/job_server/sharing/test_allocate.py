@@ -209,6 +209,11 @@ def test_a_user_who_has_less_than_an_equal_share_gets_it_from_jobs_that_run_and_
     assert counts(allocate(Fulfilment(), [high, own], cluster(8), 10.0)) == {"high": 8, "low": 0}
 
 
+def test_a_share_may_be_made_up_of_a_free_slot_and_another_users_surplus():
+    jobs = [job("high", 1, 4, 4, user="ada", priority=1), job("low", 2, 3, user="ben")]
+    assert counts(allocate(Fulfilment(), jobs, cluster(5), 10.0)) == {"high": 3, "low": 2}
+
+
 def test_of_those_that_wait_the_job_of_the_user_with_the_fewest_slots_starts_first():
     running = job("running", 2, 2, 2, user="ada")
     waiting = [job(f"a{n}", 1, 1, user="ada", submitted_at=float(n)) for n in range(3)]

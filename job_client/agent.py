@@ -1,6 +1,7 @@
 """Keep this node's pods as the server's plan wants them: compare, act, report, repeat."""
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from job_client.client_dir import ClientDir
 from job_client.config import ClientConfig
 from job_client.devices.gpus import Inventory
+from job_client.devices.host import NOT_KNOWN, Host, trees
 from job_client.errors import JobClientError, SetupError
 from job_client.pods import folders, pod_folder
 from job_client.pods.saving import SaveAttempt
@@ -70,6 +72,8 @@ class Agent:
     ) -> None:
         self._config = config
         self._inventory = inventory
+        self._host = Host()
+        self._foreign = NOT_KNOWN
         self._make_api = make_api
         self._node_id = config.node_id or client_dir.default_node_id()
         self._addr = config.addr or own_address(config.server_url)
@@ -197,6 +201,8 @@ class Agent:
             saves=True,
             client=self._client,
             folders=self._list_jobs(),
+            cpu_milli=self._host.cpu_milli,
+            memory_mb=self._host.memory_mb,
         )
 
     def _list_jobs(self) -> tuple[str, ...]:
@@ -227,22 +233,26 @@ class Agent:
 
     def _report(self, fresh: bool) -> NodeReport:
         table = None
+        with self._lock:
+            pods = list(self._pods.values())
         if fresh:
             try:
                 table = processes.read_all()
+                roots = [os.getpid(), *(pod.shim_pid for pod in pods if pod.shim_pid)]
+                self._foreign = self._host.foreign(trees(roots, table), time.monotonic())
                 self._usage = self._inventory.usage(self._held_slots())
             except OSError as error:  # no descriptor, no memory: a report says more than figures
                 logger.warning("what the pods use is not known: %s", error)
         usage = self._usage
         if self._end not in (None, EndMode.KEEP):  # so that the server places nothing here any more
             usage = tuple(replace(each, stranger="its client, which is ending") for each in usage)
-        with self._lock:
-            pods = list(self._pods.values())
         return NodeReport(
             node_id=self._node_id,
             pods=tuple(pod.state(table) for pod in pods),
             slots=usage,
             client=self._client,
+            foreign_cpu_milli=self._foreign.cpu_milli,
+            foreign_memory_mb=self._foreign.memory_mb,
         )
 
     def _note_reported(self, report: NodeReport) -> None:

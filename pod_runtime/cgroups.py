@@ -31,7 +31,23 @@ def usable_cores(proc: Path = _PROC) -> int:
 
 def cpu_quota(proc: Path = _PROC) -> float | None:
     """Return the least quota of all groups, in cores; None: there is none."""
-    quotas = []
+    return min((quota for quota, _ in _quotas(proc)), default=None)
+
+
+def cpu_used_s(proc: Path = _PROC) -> float | None:
+    """Return the processor time of the group with the least quota; None: it has none to show."""
+    least = min(_quotas(proc), default=None)
+    if least is None:
+        return None
+    for line in _text(least[1] / "cpu.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "usage_usec":
+            return int(value) / 1e6
+    used = _text(least[1] / "cpuacct.usage")  # v1, where both controllers are mounted as one
+    return int(used) / 1e9 if used else None
+
+
+def _quotas(proc: Path) -> Iterator[tuple[float, Path]]:
     for folder in _groups("cpu", proc):
         v2 = _text(folder / "cpu.max").split()
         quota, period = v2 or (
@@ -39,8 +55,7 @@ def cpu_quota(proc: Path = _PROC) -> float | None:
             _text(folder / "cpu.cfs_period_us"),
         )
         if quota not in ("", "max", "-1"):
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+            yield int(quota) / int(period), folder
 
 
 def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:

@@ -125,6 +125,12 @@ class PodSupervisor:
         return round(100 * share, 1), sum(process.rss_bytes for process in found)
 
     @property
+    def shim_pid(self) -> int | None:
+        """The process above all of the pod's; None: not known yet, or there is none."""
+        with self._lock:
+            return None if self._shim is None else self._shim.pid
+
+    @property
     def holds_slots(self) -> bool:
         return self.local().phase is not PodPhase.EXITED
 

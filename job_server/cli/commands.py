@@ -194,6 +194,15 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
     verb("nodes", _nodes, "Show all nodes.")
+    capacity = verb("capacity", _capacity, "Keep slots of a node from the jobs that share it.")
+    capacity.add_argument("node", metavar="NODE")
+    capacity.add_argument(
+        "--slots",
+        type=_slots_or_all,
+        required=True,
+        metavar="N|all",
+        help="that shared jobs have together at most",
+    )
     verb("queue", _queue, "Show the jobs that share the cluster, in the order of the queue.")
     why = verb("explain", _explain, "Say why a job waits or has so many pods, and what comes next.")
     why.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
@@ -230,6 +239,15 @@ def _pods_or_auto(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number or auto, got {text!r}") from None
+
+
+def _slots_or_all(text: str) -> int | None:
+    if text == "all":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or all, got {text!r}") from None
 
 
 # --- one function per verb ----------------------------------------------------------------------
@@ -387,13 +405,24 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
             known.node.node_id,
             known.node.addr,
             f"{sum(slot.usable for slot in known.node.slots)} of {len(known.node.slots)} "
-            f"{known.node.slots[0].kind.value}",
+            f"{known.node.slots[0].kind.value}"
+            + ("" if known.limit is None else f", {known.limit} to share"),
             known.node.job_id or ", ".join(known.node.folders) or "-",
             f"{duration(now - known.last_seen_at)} ago" + ("" if known.alive else ", silent"),
         )
         for known in nodes
     ]
     print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+
+
+def _capacity(api: ApiClient, args: argparse.Namespace) -> None:
+    known = api.limit_node(args.node, args.slots)
+    if args.json:
+        print(json.dumps(wire.encode(known), indent=2))
+    else:
+        count = len(known.node.slots)
+        part = f"all {count}" if known.limit is None else f"{min(known.limit, count)} of {count}"
+        print(f"{known.node.node_id}: shared jobs may have {part} slots")
 
 
 def _queue(api: ApiClient, args: argparse.Namespace) -> None:

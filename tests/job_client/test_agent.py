@@ -455,3 +455,11 @@ def test_a_node_with_too_few_ports_for_its_slots_is_refused_before_it_registers(
     assert isinstance(client.result, SetupError)
     assert "at least two per slot" in str(client.result)
     assert server.nodes == []
+
+
+def test_a_client_says_what_its_machine_has_and_what_others_use_of_it(start_client, server):
+    start_client()
+    wait_until(lambda: any(report.foreign_cpu_milli is not None for report in server.reports))
+    node, report = server.nodes[0], server.reports[-1]
+    assert node.cpu_milli >= (report.foreign_cpu_milli or 0) >= 0
+    assert node.memory_mb > (report.foreign_memory_mb or 0) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pod_runtime.cgroups import MemoryLimit, cpu_quota, memory_limit, usable_cores
+from pod_runtime.cgroups import MemoryLimit, cpu_quota, cpu_used_s, memory_limit, usable_cores
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -117,3 +117,17 @@ def test_scripts_are_told_the_number_of_cores():
         [sys.executable, "-m", "pod_runtime.cgroups"], capture_output=True, text=True, check=True
     )
     assert int(told.stdout) == usable_cores()
+
+
+def test_the_group_whose_quota_binds_says_how_much_was_used_of_it(proc: Path):
+    top = mount(proc, "cgroup2", "nsdelegate")
+    assert cpu_used_s(proc) is None
+    group(top, cpu__max="200000 100000", cpu__stat="usage_usec 2500000\nuser_usec 1")
+    assert cpu_used_s(proc) == 2.5
+
+
+def test_a_group_of_v1_says_it_in_nanoseconds(proc: Path):
+    (proc / "cgroup").write_text("4:cpu,cpuacct:/\n")
+    top = mount(proc, "cgroup", "cpu,cpuacct")
+    group(top, cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000", cpuacct__usage="1500000000")
+    assert cpu_used_s(proc) == 1.5

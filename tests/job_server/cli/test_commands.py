@@ -146,6 +146,23 @@ def test_json_is_what_the_server_says(run):
     assert json.loads(lines[0])["text"] == "submitted"
 
 
+def test_capacity_keeps_slots_of_a_node_from_shared_jobs(server, run):
+    api = server.api()
+    api.register_node(cpu_node("web", job_id=None, folders=("none",), addr="10.1.1.1"))
+    assert run("capacity", "web", "--slots", "1") == (0, "web: shared jobs may have 1 of 2 slots\n")
+    row = next(line for line in run("nodes")[1].splitlines() if line.startswith("web"))
+    assert "1 to share" in row
+    assert json.loads(run("capacity", "web", "--slots", "9", "--json")[1])["limit"] == 9
+    assert run("capacity", "web", "--slots", "all") == (
+        0, "web: shared jobs may have all 2 slots\n",
+    )  # fmt: skip
+    code, out = run("capacity", "web", "--slots", "-1")
+    assert code == 2
+    assert "slots: must be between 0 and 4096, got -1" in out
+    assert run("capacity", "nowhere", "--slots", "1")[0] == 1
+    assert "expected a number or all, got 'few'" in run("capacity", "web", "--slots", "few")[1]
+
+
 def test_resize_changes_the_pods(run):
     code, out = run("resize", "default_job", "2")
     assert code == 0

@@ -1,0 +1,85 @@
+"""What this machine has of processor cores and memory, and what others use of that."""
+
+import math
+import os
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import psutil
+
+from pod_runtime import cgroups, processes
+from pod_runtime.processes import Process
+
+
+class ForeignLoad(NamedTuple):
+    """What processes use that are not EDL's; None: not known."""
+
+    cpu_milli: int | None = None  # thousandths of a core, since it was asked last
+    memory_mb: int | None = None  # 10**6 bytes
+
+
+NOT_KNOWN = ForeignLoad()
+
+
+class Host:
+    """Cores and memory of this machine, or of the container that this process is in."""
+
+    def __init__(self) -> None:
+        limit = cgroups.memory_limit()
+        total = psutil.virtual_memory().total
+        self._quota = cgroups.cpu_quota()  # None: no container's
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._before: tuple[float, float, dict[tuple[int, int], float]] | None = None
+        cores = min(len(self._cores), self._quota or math.inf)
+        self.cpu_milli = int(1000 * cores)
+        self._memory = int(total if limit is None else min(total, limit.total))
+        self.memory_mb = self._memory // 10**6
+
+    def foreign(self, ours: Collection[Process], now: float) -> ForeignLoad:
+        """Return what others use.
+
+        Memory that several of our processes share counts for each of them, so that theirs is
+        never taken for that of others.
+
+        Args:
+            ours: all processes that do not count, as they are now.
+            now: seconds, of a clock that never goes back.
+        """
+        memory_mb = max(0, self._used_memory() - sum(each.rss_bytes for each in ours)) // 10**6
+        busy_s = self._busy_s()
+        if busy_s is None:
+            return ForeignLoad(None, memory_mb)
+        mine = {(each.pid, each.start_time): each.cpu_s for each in ours}
+        before, self._before = self._before, (now, busy_s, mine)
+        if before is None or now <= before[0]:
+            return ForeignLoad(None, memory_mb)
+        # One that has begun since then has used all of its time since then.
+        mine_s = sum(used_s - before[2].get(key, 0.0) for key, used_s in mine.items())
+        cores = (busy_s - before[1] - mine_s) / (now - before[0])
+        return ForeignLoad(min(max(0, round(1000 * cores)), self.cpu_milli), memory_mb)
+
+    def _busy_s(self) -> float | None:
+        """Return for how long the cores that we may use have worked; None: not known."""
+        if self._quota is not None:  # a container: what its group uses
+            return cgroups.cpu_used_s()
+        busy = 0.0
+        for index, core in enumerate(psutil.cpu_times(percpu=True)):
+            if index in self._cores:
+                busy += sum(core) - core.idle - core.iowait - core.guest - core.guest_nice
+        return busy
+
+    def _used_memory(self) -> int:
+        limit, available = cgroups.memory_limit(), psutil.virtual_memory().available
+        if limit is not None:
+            available = min(available, limit.available)
+        return self._memory - int(available)
+
+
+def trees(roots: Iterable[int], table: dict[int, Process]) -> list[Process]:
+    """Return the processes of `table` that are in `roots` or descend from one, once each."""
+    found: dict[int, Process] = {}
+    for root in roots:
+        if root in table:
+            found[root] = table[root]
+            found |= {each.pid: each for each in processes.descendants(root, table)}
+    return list(found.values())

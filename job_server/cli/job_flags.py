@@ -1,13 +1,13 @@
 """Read a job from flags and a YAML file, for `edl submit` and `edl simulate`."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
+from job_server.api.amounts import argument, cores, megabytes, seconds
 from job_server.api.codec import WireError, decode, encode
 from job_server.api.errors import ConfigError
 from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
-from job_server.cli.job_file import cores, megabytes, read_job_file, seconds
+from job_server.cli.job_file import read_job_file
 from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
@@ -115,34 +115,24 @@ def _add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--cpu",
         dest="cpu_milli",
-        type=_reader(cores),
+        type=argument(cores),
         metavar="CORES",
         help="of a trainer, such as 0.5 or 2 (not counted)",
     )
     add(
         "--memory",
         dest="memory_mb",
-        type=_reader(megabytes),
+        type=argument(megabytes),
         metavar="AMOUNT",
         help="of a trainer, such as '500 MB' or 2GB (not counted)",
     )
     add(
         "--max_run_time",
         dest="max_run_time_s",
-        type=_reader(seconds),
+        type=argument(seconds),
         metavar="TIME",
         help="of running, not of waiting, such as 90s, 45min or 2h; then it is stopped",
     )
-
-
-def _reader(read: Callable[[str], float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
 
 
 def _budget(text: str) -> int | str:

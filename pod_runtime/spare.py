@@ -1,12 +1,13 @@
 """Wait as a warm spare: an interpreter that has imported the framework, to become trainers.
 
-    python -m pod_runtime.spare FD NICE MODULE...
+    python -m pod_runtime.spare FD NICE MODULE... ROOM
 
 Started by the launcher, at a low priority perhaps, to which it says `ready` on the socket FD, or
 `ready forks` where a fork of it can train. From then on it has the priority NICE. For a trainer the
 launcher sends one JSON line: {"argv", "env", "log", "fork", "mark"}. The spare runs that training
 script as `trainer_main` does: itself, or in a fork, which says {"pid"}. A spare that forks is never
-used up. Standard library only, except for MODULE...
+used up. ROOM are as many blanks as a trainer needs to show its own command line in place of this
+one. Standard library only, except for MODULE...
 """
 
 import contextlib
@@ -29,14 +30,14 @@ from pod_runtime.trainer_main import keep_sigterm_quiet, run
 
 MARK = "EDL_SPARE"  # in the environment of a spare and of what it starts: tells whose they are
 _MEMORY_DEVICES = 1  # major number of /dev/null, /dev/urandom and their like
-_ENV_BEGIN, _ENV_END = 47, 48  # in /proc/self/stat, counted from behind the name
+_ARG_BEGIN, _ARG_END, _ENV_BEGIN, _ENV_END = range(45, 49)  # in /proc/self/stat, behind the name
 
 
 def main(argv: Sequence[str]) -> None:
     launcher = socket.socket(fileno=int(argv[0]))
     launcher_pid = os.getppid()
     keep_sigterm_quiet()
-    preload(argv[2:])
+    preload(argv[2:-1])
     set_priority(int(argv[1]))
     forks = can_fork()
     if forks:
@@ -107,11 +108,23 @@ def _fork(launcher_pid: int) -> bool:
 
 def _own_mark(mark: str) -> None:
     """Show another mark, of the same length, in the environment that this process began with."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[_ENV_BEGIN]), int(fields[_ENV_END])
+    begin, end = _addresses(_ENV_BEGIN, _ENV_END)
     name = f"{MARK}=".encode()
     at = (b"\0" + ctypes.string_at(begin, end - begin)).index(b"\0" + name)
     ctypes.memmove(begin + at + len(name), mark.encode(), len(mark))
+
+
+def _own_command_line(argv: Sequence[str]) -> None:
+    """Have the system show which script this process runs."""
+    begin, end = _addresses(_ARG_BEGIN, _ARG_END)
+    line = b" ".join(map(os.fsencode, (sys.executable, *argv)))
+    ctypes.memmove(begin, line[: end - begin - 2] + b"\0", min(len(line), end - begin - 2) + 1)
+    ctypes.memset(end - 1, ord(" "), 1)  # no NUL there: so the kernel takes the first one as the end
+
+
+def _addresses(*places: int) -> list[int]:
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return [int(fields[place]) for place in places]
 
 
 def _own_random_numbers() -> None:
@@ -157,6 +170,7 @@ def become_trainer(order: dict[str, object]) -> None:
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
+    _own_command_line(argv)
     run(argv)
 
 

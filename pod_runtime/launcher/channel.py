@@ -7,6 +7,7 @@ user. A trainer connects to NUL + $EDL_CHANNEL.
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Iterator
 
 from pod_runtime.channel_wire import LauncherMessage, TrainerMessage, parse_trainer, to_json
@@ -14,6 +15,7 @@ from pod_runtime.errors import ChannelError
 from pod_runtime.shim_wire import LineSocket, ShimError, peer_credentials
 
 _SEND_TIMEOUT_S = 2.0  # a trainer whose buffer stays full for so long is stuck
+_FULL_S = 0.1  # between two tries where no descriptor is free
 
 
 class TrainerConnection:
@@ -88,10 +90,16 @@ class TrainerChannel:
         return self._listener.fileno()
 
     def accept(self) -> TrainerConnection | None:
-        """Return the next connection; None: there is none, or it is another user's."""
+        """Return the next connection; None: there is none, or it is another user's.
+
+        Where no descriptor is free it waits a moment, as who waits for this socket is woken again.
+        """
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # nobody waits any more
+        except BlockingIOError:  # nobody waits any more
+            return None
+        except OSError:
+            time.sleep(_FULL_S)
             return None
         pid, uid = peer_credentials(connection)
         if uid != os.getuid():

@@ -159,8 +159,10 @@ class Spare:
 class Spares:
     """The spares that wait. For the launcher's main thread only."""
 
-    def __init__(self, preload: Sequence[str], log_dir: Path) -> None:
+    def __init__(self, preload: Sequence[str], log_dir: Path, argv: Sequence[str] = ()) -> None:
+        """Keep none yet. `argv`: the trainers' command, for which spares keep room to show it."""
         self.preload = tuple(preload)  # modules that the next ones import
+        self._room = len(" ".join(argv))
         self._log_dir = log_dir
         self._spares: list[Spare] = []
         self._made = 0
@@ -170,7 +172,9 @@ class Spares:
 
     def start(self, env: Mapping[str, str]) -> Spare:
         """Start one more. Raises SpawnError."""
-        spare = Spare(self._new_mark(), self.preload, env, self._log_dir / "spares.log")
+        room = " " * self._room
+        log = self._log_dir / "spares.log"
+        spare = Spare(self._new_mark(), (*self.preload, room), env, log)
         self._spares.append(spare)
         logger.info("warming a spare trainer (pid %d)", spare.process.pid)
         return spare

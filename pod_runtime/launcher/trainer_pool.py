@@ -44,7 +44,7 @@ class TrainerPool:
         self._channel = channel
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
-        self.spares = Spares((), config.log_dir)
+        self.spares = Spares((), config.log_dir, config.command)
         self.preload_adapter(_USUAL_ADAPTER)
         self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
 

@@ -31,6 +31,7 @@ from pod_runtime.shim_wire import LineSocket, PodExit, peer_credentials
 DEFAULT_GRACE_S = 15.0
 MAX_GRACE_S = 86400.0
 MAX_CONNECTIONS = 100
+FULL_S = 0.1  # between two tries to accept where no descriptor is free
 
 
 class ShimUsageError(ValueError):
@@ -138,23 +139,26 @@ class Shim:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # out of descriptors: with one connection less the next try succeeds
-            self._drop_oldest()
+            # The launcher watches: it would take the end of its connection for that of the shim.
+            idle = self._idle()
+            if idle is None:
+                time.sleep(FULL_S)
+            else:
+                self._drop(idle)
             return
         connection.setblocking(False)
         if peer_credentials(connection)[1] not in (os.getuid(), 0):
             connection.close()
             return
         if len(self._connections) >= MAX_CONNECTIONS:
-            self._drop_oldest()
+            self._drop(self._idle() or self._connections[0])
         line = LineSocket(connection)
         self._connections.append(line)
         self._selector.register(connection, selectors.EVENT_READ, line)
 
-    def _drop_oldest(self) -> None:
-        idle = next((c for c in self._connections if c not in self._watchers), None)
-        victim = idle or next(iter(self._connections), None)
-        if victim is not None:
-            self._drop(victim)
+    def _idle(self) -> LineSocket | None:
+        """Return the oldest connection of those that do not watch; None: there is none."""
+        return next((c for c in self._connections if c not in self._watchers), None)
 
     def _drop(self, line: LineSocket) -> None:
         if line in self._connections:

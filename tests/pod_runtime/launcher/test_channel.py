@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -58,6 +60,24 @@ def test_the_connecting_process_is_known(ends):
 def test_nobody_waiting_is_no_error():
     channel = TrainerChannel("pod_0_0")
     assert channel.accept() is None
+    channel.close()
+
+
+def test_a_trainer_that_comes_when_no_descriptor_is_free_is_let_in_later():
+    channel, trainer = TrainerChannel("pod_0_0"), socket.socket(socket.AF_UNIX)
+    trainer.connect(f"\0{channel.name}")
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, high))
+    try:
+        before = time.monotonic()
+        assert channel.accept() is None
+        assert time.monotonic() >= before + 0.05  # or its caller would try without a pause
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+    connection = channel.accept()
+    assert connection is not None
+    connection.close()
+    trainer.close()
     channel.close()
 
 

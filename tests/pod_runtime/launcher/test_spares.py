@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from job_server.api.wire import Order, PodOrders, ReportKind, StagePlan, Way
@@ -128,6 +129,30 @@ def test_a_script_finds_what_it_finds_when_it_is_started_itself(spares, script):
     assert warm["beside"] == 7
     assert "OLD" not in warm["env"]  # type: ignore[operator]
     assert warm["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.parametrize("more", [(), ("--note", "two words", "x" * 3000)])
+@pytest.mark.parametrize("forks", [True, False])
+def test_the_system_shows_a_trainer_by_its_script_and_not_as_a_spare(
+    tmp_path, script, forks, more
+):
+    script.write_text("import time; print('runs', flush=True); time.sleep(600)")
+    (tmp_path / "sitecustomize.py").write_text(NOTHING if forks else THREAD)
+    command = (sys.executable, str(script), *more)
+    spares = Spares((), tmp_path / "log", command)
+    try:
+        spare = ready(spares, {"PYTHONPATH": str(tmp_path)})
+        assert spare.forks == forks
+        before = psutil.Process(spare.process.pid).environ()
+        trainer = start(spares, script, *more)
+        wait_until(lambda: "runs" in (tmp_path / "trainer.log").read_text(), 60)
+        process = psutil.Process(trainer.pid)
+        assert " ".join(process.cmdline()) == " ".join(command)
+        assert process.environ() == {**before, MARK: trainer.marks[MARK]}
+        trainer.send_signal(signal.SIGKILL)
+        end(trainer)
+    finally:
+        spares.end_all()
 
 
 THREAD = "import threading as t, time; t.Thread(target=time.sleep, args=[600], daemon=True).start()"

@@ -224,6 +224,28 @@ def test_a_shim_without_a_free_descriptor_keeps_what_it_holds_and_ends_its_pod_l
     assert get(folder) == [(3, b"state")]
 
 
+def test_a_shim_without_a_free_descriptor_lets_nobody_go_who_watches_it(start_shim):
+    folder = start_shim("sleep", "600")
+    launcher = shim_wire.connect(folder, 60.0)  # whose end would be that of its trainers
+    launcher.send({"op": "watch", "fds": 0})
+    assert launcher.receive() is not None
+    shim = psutil.Process(shim_pid(folder))
+    low, high = resource.prlimit(shim.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(shim.pid, resource.RLIMIT_NOFILE, (3, high))
+    before = shim.num_ctx_switches().voluntary
+    client = shim_wire.connect(folder, 60.0)
+    wait_until(lambda: shim.num_ctx_switches().voluntary > before + 5, what="it tries")
+    resource.prlimit(shim.pid, resource.RLIMIT_NOFILE, (low, high))
+    client.send({"op": "status", "fds": 0})
+    answer = client.receive()
+    assert answer is not None
+    assert answer[0]["running"] is True
+    launcher.send({"op": "status", "fds": 0})
+    assert launcher.receive() is not None
+    launcher.close()
+    client.close()
+
+
 def test_kill_does_not_wait_for_any_grace(start_shim, tmp_path):
     folder = start_shim(sys.executable, python(tmp_path, IGNORES_SIGTERM))
     pid_in(tmp_path / "stubborn")

@@ -119,7 +119,7 @@ def _own_command_line(argv: Sequence[str]) -> None:
     begin, end = _addresses(_ARG_BEGIN, _ARG_END)
     line = b" ".join(map(os.fsencode, (sys.executable, *argv)))
     ctypes.memmove(begin, line[: end - begin - 2] + b"\0", min(len(line), end - begin - 2) + 1)
-    ctypes.memset(end - 1, ord(" "), 1)  # no NUL there: so the kernel takes the first one as the end
+    ctypes.memset(end - 1, ord(" "), 1)  # where this is no NUL, the first one is taken as the end
 
 
 def _addresses(*places: int) -> list[int]:

@@ -139,7 +139,7 @@ def enter_start(work: Work) -> None:
     if restore is not None:
         place = f"in {restore.path}" if restore.path else "from memory"
         source = f" from step {restore.step} of stage {restore.stage}, {place}"
-    elif job.commits and job.elastic:
+    elif job.elastic:
         source = " from the checkpoint path, if it holds anything"
     elif job.commits:
         source = " afresh: none has called the elastic loop"

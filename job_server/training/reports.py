@@ -431,6 +431,8 @@ def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) 
     cause = Cause(kind=kind, text=text, at=work.now)
     work.set(next_stage=max(work.job.next_stage, report.highest_stage + 1))
     if stage is work.job.active:
+        if kind is CauseKind.NEUTRAL and work.job.commits == 1 and stage.first_step_at is None:
+            work.set(fresh=True, commits=0)  # nothing has been lost: the first start goes on
         fail_active(work, cause)
     elif stage is work.job.preparing and kind is CauseKind.NEUTRAL:
         renumber(work, report.highest_stage)

@@ -437,7 +437,7 @@ def _begin_start(work: Work) -> None:
     new = make_pods(work, sites, len(stay))
     active = job.active
     reason = "first start" if job.commits == 0 else "start after a pause"
-    if not job.fresh or (active is not None and active.over is not None):
+    if job.commits and (not job.fresh or (active is not None and active.over is not None)):
         cause = active.over if active is not None else None
         reason = "recovery" if cause is None else f"recovery: {cause.text}"
     begin(work, (*stay, *new), way=Way.START, reason=reason, target=job.target)

@@ -402,6 +402,30 @@ def test_a_stage_in_force_whose_number_is_too_low_is_made_again_above():
     assert made.job.budget.failures == 0
 
 
+def test_a_run_that_goes_on_from_a_used_checkpoint_path_is_shown_as_starting():
+    made = world()
+    made.rounds(1)
+    tell(made, ("pod_0_0", "pod_1_0"), ReportKind.READY, 1)
+    tell(made, ("pod_0_0", "pod_1_0"), ReportKind.STARTED, 1)
+    assert made.active.stage == 1
+    made.now += 3
+    low = {"highest_stage": 7, "elastic": True}
+    tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, **low)
+    states = {made.job.state}
+    while made.job.progress.step == 0:
+        made.rounds(1)
+        states.add(made.job.state)
+    assert states == {JobState.STARTING, JobState.RUNNING}
+    assert [(record.stage, record.reason) for record in records(made)] == [
+        (1, "first start"),
+        (8, "first start"),
+    ]
+    assert records(made)[1].flag == -1
+    status = made.status
+    assert (status.account.recovering_s, status.failures, status.preemptions) == (0.0, 0, 0)
+    assert "of stage 8 from the checkpoint path" in "".join(made.reasons), made.reasons
+
+
 def test_the_first_stage_gets_a_number_above_what_launchers_find():
     made = world(pods=1)
     made.client_acts(made.nodes["a"])

@@ -133,9 +133,7 @@ def test_a_script_finds_what_it_finds_when_it_is_started_itself(spares, script):
 
 @pytest.mark.parametrize("more", [(), ("--note", "two words", "x" * 3000)])
 @pytest.mark.parametrize("forks", [True, False])
-def test_the_system_shows_a_trainer_by_its_script_and_not_as_a_spare(
-    tmp_path, script, forks, more
-):
+def test_the_system_shows_a_trainer_by_its_script_and_not_as_a_spare(tmp_path, script, forks, more):
     script.write_text("import time; print('runs', flush=True); time.sleep(600)")
     (tmp_path / "sitecustomize.py").write_text(NOTHING if forks else THREAD)
     command = (sys.executable, str(script), *more)

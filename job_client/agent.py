@@ -78,8 +78,8 @@ class Agent:
         self._node_id = config.node_id or client_dir.default_node_id()
         self._addr = config.addr or own_address(config.server_url)
         self._job_id: str | None = None  # None: any job that comes by folder
-        self._folders: tuple[str, ...] = ()  # of `--jobs_dir`, as it was read last
-        self._unread = ""  # why `--jobs_dir` cannot be read; "": it can
+        jobs_dir = config.jobs_dir
+        self._jobs_dir = None if jobs_dir is None else folders.JobsDir(jobs_dir)
         self._pods_dir = client_dir.pods_dir
         self._client = client_dir.marker[:8]
         self._pods: dict[PodKey, PodSupervisor] = {}
@@ -200,23 +200,10 @@ class Agent:
             stop_after_s=self._config.stop_after_s,
             saves=True,
             client=self._client,
-            folders=self._list_jobs(),
+            folders=() if self._jobs_dir is None else self._jobs_dir.jobs(),
             cpu_milli=self._host.cpu_milli,
             memory_mb=self._host.memory_mb,
         )
-
-    def _list_jobs(self) -> tuple[str, ...]:
-        """Return the jobs in `--jobs_dir`; those known last where it cannot be read now."""
-        if self._config.jobs_dir is None:
-            return ()
-        try:
-            self._folders = folders.list_jobs(self._config.jobs_dir)
-            self._unread = ""
-        except OSError as error:
-            if self._unread != str(error):
-                logger.warning("--jobs_dir: %s; its jobs stay as they were", error)
-            self._unread = str(error)
-        return self._folders
 
     def _take_plan(self, plan: NodePlan) -> None:
         with self._lock:

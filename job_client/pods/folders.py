@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 TRAIN_SH = "train.sh"
 PACKAGE_SH = "package.sh"
+ANSWER_S = 1.0  # a folder that takes longer to list may never answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,46 @@ class Recipe:
     folder: Path  # the pod's own; the package script makes it
     script: Path  # absolute
     args: tuple[str, ...]
+
+
+class JobsDir:
+    """What is in `--jobs_dir`. Read in a thread of its own: its file server may hang."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._jobs: tuple[str, ...] = ()  # as they were read last
+        self._trouble = ""  # why they cannot be read; "": they can
+        self._lock = threading.Lock()  # guards the next one
+        self._reader: threading.Thread | None = None  # None: not read yet
+
+    def jobs(self) -> tuple[str, ...]:
+        """Return the jobs; those known last where it cannot be read now, or does not answer."""
+        with self._lock:
+            if self._reader is not None and self._reader.is_alive():
+                return self._jobs
+            reader = threading.Thread(target=self._read, name="jobs_dir", daemon=True)
+            try:
+                reader.start()
+            except RuntimeError as error:  # no thread is to be had
+                self._warn(str(error))
+                return self._jobs
+            self._reader = reader
+            reader.join(ANSWER_S)
+            if reader.is_alive():
+                self._warn(f"{self._path} does not answer")
+            return self._jobs
+
+    def _read(self) -> None:
+        try:
+            self._jobs = list_jobs(self._path)
+            self._trouble = ""
+        except OSError as error:
+            self._warn(str(error))
+
+    def _warn(self, trouble: str) -> None:
+        if self._trouble != trouble:
+            logger.warning("--jobs_dir: %s; its jobs stay as they were", trouble)
+        self._trouble = trouble
 
 
 def list_jobs(jobs_dir: Path) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from job_client.agent import EndMode
 from job_client.client_dir import ClientDir
 from job_client.errors import FatalError, SetupError
+from job_client.pods import folders
 from job_server.api.errors import Conflict, Unauthorized
 from job_server.api.wire import DesiredState, JobSpec, JobStatus, PodPhase
 from job_server.training.machine import new_job
@@ -383,6 +385,38 @@ def test_a_job_whose_folder_comes_later_is_served_and_none_is_lost_while_they_ca
     assert served() == ("a", "b")
     (tmp_path / "away").rename(jobs)
     server.want_until(PodPhase.RUNNING, pod(folder="b"))
+
+
+def test_a_node_whose_jobs_folder_hangs_goes_on_reporting_with_the_jobs_that_it_had(
+    start_client, server, tmp_path, monkeypatch
+):
+    (tmp_path / "jobs" / "a").mkdir(parents=True)
+    (tmp_path / "jobs" / "a" / "train.sh").write_text("sleep 600\n")
+    answers, waiting = threading.Event(), threading.Event()
+    answers.set()
+
+    read = folders.list_jobs
+
+    def list_jobs(jobs_dir: Path) -> tuple[str, ...]:  # hangs as a file server that is away does
+        if not answers.is_set():
+            waiting.set()
+        answers.wait()
+        return read(jobs_dir)
+
+    monkeypatch.setattr(folders, "list_jobs", list_jobs)
+    start_client(jobs_dir=tmp_path / "jobs", script=None, job_id=None)
+    wait_until(lambda: server.nodes and server.nodes[-1].folders == ("a",))
+    answers.clear()
+    try:
+        assert waiting.wait(60)
+        told = len(server.reports)
+        wait_until(lambda: len(server.reports) > told + 10, 30)
+        assert server.nodes[-1].folders == ("a",)
+        (tmp_path / "jobs" / "b").mkdir()
+        (tmp_path / "jobs" / "b" / "train.sh").touch()
+    finally:
+        answers.set()
+    wait_until(lambda: server.nodes[-1].folders == ("a", "b"))
 
 
 def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):

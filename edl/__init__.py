@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from pod_runtime import LocalFS as LocalFS
     from pod_runtime import RunLog as RunLog
     from pod_runtime import TrainStatus as TrainStatus
+    from pod_runtime import cloud_reader as cloud_reader
     from pod_runtime import elastic as elastic
     from pod_runtime import load_checkpoint as load_checkpoint
     from pod_runtime import save_checkpoint as save_checkpoint
+    from pod_runtime import write_shards as write_shards
 else:  # so that type checkers see an error in a wrong name
     _HOMES = {  # name -> package
         "Discovered": "distill_reader",
@@ -30,12 +32,14 @@ else:  # so that type checkers see an error in a wrong name
         "LocalFS": "pod_runtime",
         "RunLog": "pod_runtime",
         "TrainStatus": "pod_runtime",
+        "cloud_reader": "pod_runtime",
         "distillation_loss": "distill_reader",
         "elastic": "pod_runtime",
         "kl_divergence": "distill_reader",
         "load_checkpoint": "pod_runtime",
         "save_checkpoint": "pod_runtime",
         "soft_cross_entropy": "distill_reader",
+        "write_shards": "pod_runtime",
     }
 
     def __getattr__(name):

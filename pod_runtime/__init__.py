@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pod_runtime.trainer import elastic as elastic
+    from pod_runtime.trainer.data.cloud_reader import cloud_reader as cloud_reader
+    from pod_runtime.trainer.data.cloud_reader import write_shards as write_shards
     from pod_runtime.trainer.epochs.epoch_checkpoint import TrainStatus as TrainStatus
     from pod_runtime.trainer.epochs.epoch_checkpoint import load_checkpoint as load_checkpoint
     from pod_runtime.trainer.epochs.epoch_checkpoint import save_checkpoint as save_checkpoint
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 else:  # so that type checkers see an error in a wrong name
     # name -> (module, attribute in it; None: the module itself)
     _LAZY = {
+        "cloud_reader": ("pod_runtime.trainer.data.cloud_reader", "cloud_reader"),
+        "write_shards": ("pod_runtime.trainer.data.cloud_reader", "write_shards"),
         "elastic": ("pod_runtime.trainer.elastic", None),
         "TrainStatus": ("pod_runtime.trainer.epochs.epoch_checkpoint", "TrainStatus"),
         "load_checkpoint": ("pod_runtime.trainer.epochs.epoch_checkpoint", "load_checkpoint"),

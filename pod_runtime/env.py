@@ -18,6 +18,7 @@ RUN_MARKER = "EDL_RUN_MARKER"
 CHANNEL = "EDL_CHANNEL"
 RUNNING_ENV = "PADDLE_EDL"
 SUBMITTED_AT = "EDL_SUBMITTED_AT"
+TASK_TOKEN = "EDL_TASK_TOKEN"  # opens the server's task queues and nothing else
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 _SECRETS = frozenset({"EDL_TOKEN", "EDL_TOKEN_FILE"})
@@ -29,7 +30,7 @@ _OF_A_POD = frozenset(
         "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
         "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
         "EDL_MAX_TRAINERS", "EDL_GRACE_S", SUBMITTED_AT, "EDL_SERVICE", "EDL_ADDR", "EDL_PORT",
-        "EDL_PORTS",
+        "EDL_PORTS", TASK_TOKEN,
         *_SECRETS,
     }
 )  # fmt: skip

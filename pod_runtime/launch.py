@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from job_server.api.api_client import ApiClient
-from job_server.api.command_line import OptionParser, token_in
+from job_server.api.command_line import OptionParser, task_token, token_in
 from job_server.api.errors import ConfigError
-from pod_runtime.env import EnvError, PodEnv, checkpoint_path
+from pod_runtime.env import TASK_TOKEN, EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.loop import Launcher
 from pod_runtime.launcher.segments import highest_stage
@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             connect().close()  # it connects later: this only checks the URL
         except ValueError as error:
             raise LaunchError(f"PADDLE_JOBSERVER: {error}", 2) from error
+        if token is not None:  # trainers do not get it, but they may read by a task queue
+            environ = {**environ, TASK_TOKEN: task_token(token)}
         return Launcher(config, pod_env, environ, connect).run()
     except (EnvError, ConfigError) as error:
         sys.stderr.write(f"launch: {error}\n")

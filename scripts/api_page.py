@@ -31,6 +31,10 @@ SECTIONS = {
         "Distillation",
         "`from edl import DistillReader`, and the losses by their names.",
     ),
+    "pod_runtime.trainer.data.": (
+        "The task queue",
+        "`from edl import cloud_reader, write_shards`: for scripts without the loop.",
+    ),
     "pod_runtime.trainer.epochs.": (
         "Checkpoints by epoch",
         "`from edl import load_checkpoint, save_checkpoint`: for Paddle scripts without the loop.",

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import requests
 
-from job_server.api import routes, wire
+from job_server.api import routes, task_wire, wire
 from job_server.api.codec import from_json, to_json
 from job_server.api.command_line import DEFAULT_PORT
 from job_server.api.errors import (
@@ -192,6 +192,29 @@ class ApiClient:
     def node_report(self, report: wire.NodeReport) -> str:
         """Send a heartbeat; return the server's id. NotFound: register again."""
         return self._call(routes.NODE_REPORT, report.node_id, body=report).server_id
+
+    # --- queues of tasks, for readers -----------------------------------------------------------
+
+    def queues(self) -> tuple[task_wire.TaskQueueStatus, ...]:
+        return self._call(routes.LIST_QUEUES).queues
+
+    def make_queue(self, spec: task_wire.TaskQueueSpec) -> task_wire.TaskQueueStatus:
+        """Make a queue. Conflict: another one has its name; the same one again is no error."""
+        return self._call(routes.MAKE_QUEUE, body=spec)
+
+    def queue(self, name: str) -> task_wire.TaskQueueStatus:
+        return self._call(routes.GET_QUEUE, name)
+
+    def delete_queue(self, name: str) -> task_wire.TaskQueueStatus:
+        return self._call(routes.DELETE_QUEUE, name)
+
+    def lease_task(self, name: str, asked: task_wire.LeaseAsked) -> task_wire.Lease:
+        """Return a task, or why there is none; NotFound: the queue was deleted."""
+        return self._call(routes.LEASE_TASK, name, body=asked)
+
+    def report_task(self, name: str, report: task_wire.TaskReport) -> bool:
+        """Report on a task; return whether it is still the reader's."""
+        return self._call(routes.REPORT_TASK, name, body=report).held
 
     # --- pods, for launchers --------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """What the command lines of all programs share: how they refuse, tokens, the version."""
 
 import argparse
+import hashlib
+import hmac
 import importlib.metadata
 import os
 import secrets
@@ -41,6 +43,11 @@ def read_token(
     if environ.get("EDL_TOKEN"):
         return _checked(environ["EDL_TOKEN"], "EDL_TOKEN")
     return None
+
+
+def task_token(token: str) -> str:
+    """Return what opens the task queues of a server that has this token, and nothing else."""
+    return hmac.new(token.encode(), b"task queues", hashlib.sha256).hexdigest()
 
 
 def token_in(path: Path, named_by: str, *, private: bool = False) -> str:

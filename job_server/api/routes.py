@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-from job_server.api import wire
+from job_server.api import task_wire, wire
 from job_server.api.errors import BadRequest
 
 A = TypeVar("A")
@@ -83,6 +83,7 @@ _DISCARD = QueryParameter(
 _JOB = f"{wire.API}/jobs/{{job_id}}"
 _POD = f"{_JOB}/pods/{{pod_id}}"
 _NODE = f"{wire.API}/nodes/{{node_id}}"
+_QUEUE = f"{wire.API}/task_queues/{{name}}"
 
 
 def _job_action(
@@ -284,6 +285,62 @@ REPORT = Route(
     body=wire.PodReport,
     answer=wire.Acknowledgement,
     errors=(404, 410, 413),
+)
+LIST_QUEUES = Route(
+    name="list_queues",
+    method="GET",
+    path=f"{wire.API}/task_queues",
+    who="users",
+    summary="All queues of tasks.",
+    answer=task_wire.TaskQueueList,
+)
+MAKE_QUEUE = Route(
+    name="make_queue",
+    method="POST",
+    path=f"{wire.API}/task_queues",
+    who="readers",
+    summary="Make a queue of tasks. The same one again is no error; another one under its name is.",
+    body=task_wire.TaskQueueSpec,
+    answer=task_wire.TaskQueueStatus,
+    errors=(409, 413),
+)
+GET_QUEUE = Route(
+    name="get_queue",
+    method="GET",
+    path=_QUEUE,
+    who="users",
+    summary="How far the tasks of a queue are.",
+    answer=task_wire.TaskQueueStatus,
+    errors=(404,),
+)
+DELETE_QUEUE = Route(
+    name="delete_queue",
+    method="DELETE",
+    path=_QUEUE,
+    who="users",
+    summary="Forget a queue; its readers end with an error.",
+    answer=task_wire.TaskQueueStatus,
+    errors=(404,),
+)
+LEASE_TASK = Route(
+    name="lease_task",
+    method="POST",
+    path=f"{_QUEUE}/lease",
+    who="readers",
+    summary="A task to read, if there is one.",
+    body=task_wire.LeaseAsked,
+    answer=task_wire.Lease,
+    errors=(404, 413),
+)
+REPORT_TASK = Route(
+    name="report_task",
+    method="POST",
+    path=f"{_QUEUE}/report",
+    who="readers",
+    summary="A task is still read, was read, cannot be read, or is given back.",
+    body=task_wire.TaskReport,
+    answer=task_wire.TaskAnswer,
+    errors=(404, 413),
 )
 QUERY_PODS = Route(
     name="query_pods",

@@ -24,7 +24,7 @@ from job_server.api.text import (
     table,
     teacher_facts,
 )
-from job_server.cli import queue, simulate_cluster
+from job_server.cli import queue, simulate_cluster, task_queues
 from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
@@ -212,6 +212,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--interval_s", type=float, metavar="S", help="between looks (2; of lines and JSON 10)"
     )
     top.add_argument("--count", type=int, metavar="N", help="end after so many looks")
+    task_queues.add_arguments(
+        verb("tasks", task_queues.run, "Show how far the task queues of data are, or one in full.")
+    )
     verb("page", _page, "Print a link that opens the status page in a browser, once.")
     events = verb("events", _events, "Show what happened to a job.")
     events.add_argument(

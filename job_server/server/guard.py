@@ -7,10 +7,12 @@ from urllib.parse import urlsplit
 from flask import Request
 
 from job_server.api import routes
+from job_server.api.command_line import task_token
 from job_server.api.errors import Forbidden, Unauthorized
 from job_server.server.config import is_loopback
 from job_server.server.page_login import PageLogin, cookie_name
 
+_OF_READERS = tuple(route.name for route in routes.ROUTES if route.who == "readers")
 _LEGACY_PATHS = (routes.QUERY_PODS.path, routes.RUN_TIME.path)
 _REMEDIES = {
     routes.PAGE.path: "; `edl page` prints a link that opens this page",
@@ -43,13 +45,15 @@ class Guard:
                     "use 127.0.0.1 or localhost, or start the server with a token"
                 )
             return
+        if request.endpoint in _OF_READERS and self._is_given(request, task_token(self.token)):
+            return
         if self.insecure_legacy and request.path in _LEGACY_PATHS:
             return
         if request.endpoint == routes.OPEN_PAGE.name:
             return  # what stands in the link is checked where it is used up
         if request.path == routes.PAGE.path and self.has_cookie(request):
             return
-        if not self._has_token(request):
+        if not self._is_given(request, self.token):
             raise Unauthorized(
                 "Authorization: expected 'Bearer TOKEN' with the server's token (EDL_TOKEN, or "
                 "EDL_TOKEN_FILE or --token_file: where `edl run` or start_job_server.sh made it, "
@@ -60,7 +64,8 @@ class Guard:
         """Return whether a browser asks that was let in by a link."""
         return self.login.knows(request.cookies.get(cookie_name(request.host), ""))
 
-    def _has_token(self, request: Request) -> bool:
+    @staticmethod
+    def _is_given(request: Request, token: str) -> bool:
         given = ""
         authorization = request.authorization
         if authorization is not None and authorization.type == "bearer":
@@ -72,8 +77,7 @@ class Guard:
             and request.path == routes.PAGE.path
         ):
             given = authorization.password or ""
-        expected = (self.token or "").encode()
-        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected)
+        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode())
 
 
 def _netloc(url: str) -> str | None:

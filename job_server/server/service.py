@@ -22,6 +22,7 @@ from job_server.jobs.events import (
 from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
 from job_server.server.polls import JsonReply, Topic
 from job_server.server.store import Store
+from job_server.server.task_service import TaskService
 from job_server.sharing import job_types
 from job_server.teachers.job import TeacherJob
 from job_server.training.views import PodView
@@ -48,6 +49,7 @@ class JobService:
         self.engine = Engine(
             store, heartbeat_s=heartbeat_s, max_watchers=max_watchers, now=now or steady_clock()
         )
+        self.tasks = TaskService(store, self.engine.now)
         self.server_id = self.engine.server_id
         self.now = self.engine.now
         self.start = self.engine.start

@@ -14,9 +14,6 @@ from job_server.api.errors import ConfigError, StoreTrouble
 
 SCHEMA_VERSION = 2  # 1 differs in the fields of jobs, which `sharing.upgrade` knows
 _READABLE = (1, SCHEMA_VERSION)
-_LIMITS = """
-CREATE TABLE IF NOT EXISTS limits (node_id TEXT PRIMARY KEY, slots INTEGER NOT NULL) WITHOUT ROWID
-"""  # later than the other tables: a server that does not know it leaves it alone
 KEPT_EVENTS = 10_000  # per job; older ones are forgotten
 
 _SCHEMA = """
@@ -34,6 +31,18 @@ CREATE TABLE events (
     stage INTEGER NOT NULL,
     text TEXT NOT NULL,
     PRIMARY KEY (job_id, number)
+) WITHOUT ROWID;
+"""
+# Later than the others: a server that does not know them leaves them alone.
+_LATER_TABLES = """
+CREATE TABLE IF NOT EXISTS limits (node_id TEXT PRIMARY KEY, slots INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS task_queues (name TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tasks (
+    name TEXT NOT NULL,
+    pass INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    data TEXT NOT NULL,
+    PRIMARY KEY (name, pass, number)
 ) WITHOUT ROWID;
 """
 
@@ -101,7 +110,8 @@ class Store:
                     f"--db: {self._path} has schema version {version}, this server knows "
                     f"{SCHEMA_VERSION}; use the server that wrote it, or name another file"
                 )
-            self.connection.execute(_LIMITS)
+            for statement in _LATER_TABLES.split(";"):
+                self.connection.execute(statement)
             self.connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextmanager
@@ -240,6 +250,49 @@ class Store:
             db.execute("DELETE FROM limits WHERE node_id = ?", (node_id,))
             if slots is not None:
                 db.execute("INSERT INTO limits (node_id, slots) VALUES (?, ?)", (node_id, slots))
+
+    def task_queues(self) -> list[str]:
+        """Return the names of the task queues."""
+        return [name for (name,) in self._read("SELECT name FROM task_queues ORDER BY name")]
+
+    def task_queue(self, name: str) -> tuple[Any, list[Any]]:
+        """Return a task queue's data, and those of its tasks; None for what is not JSON."""
+        rows = self._read("SELECT data FROM task_queues WHERE name = ?", name)
+        tasks = self._read("SELECT data FROM tasks WHERE name = ?", name)
+        return _from_text(rows[0][0]) if rows else None, [_from_text(data) for (data,) in tasks]
+
+    def save_tasks(
+        self,
+        name: str,
+        tasks: Sequence[tuple[int, int, object]],
+        *,
+        queue: tuple[int, object] | None = None,
+        durable: bool = True,
+    ) -> None:
+        """Write tasks of a queue.
+
+        Args:
+            tasks: pass, number and data of each.
+            queue: pass and data of the queue: all tasks of passes before are forgotten, but those
+                that `tasks` has. None: it has not changed.
+        """
+        rows = [(name, pass_number, number, _to_text(data)) for pass_number, number, data in tasks]
+        with self._writing(durable=durable) as db:
+            if queue is not None:
+                pass_number, data = queue
+                db.execute(
+                    "INSERT OR REPLACE INTO task_queues (name, data) VALUES (?, ?)",
+                    (name, _to_text(data)),
+                )
+                db.execute("DELETE FROM tasks WHERE name = ? AND pass < ?", (name, pass_number))
+            db.executemany(
+                "INSERT OR REPLACE INTO tasks (name, pass, number, data) VALUES (?, ?, ?, ?)", rows
+            )
+
+    def delete_task_queue(self, name: str) -> None:
+        with self._writing(durable=True) as db:
+            db.execute("DELETE FROM task_queues WHERE name = ?", (name,))
+            db.execute("DELETE FROM tasks WHERE name = ?", (name,))
 
     def close(self) -> None:
         with self._lock:

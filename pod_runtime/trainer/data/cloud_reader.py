@@ -1,0 +1,435 @@
+"""Read records by a task queue of the job server: each is read in each pass, whoever dies.
+
+The readers of a training share its files out among themselves as they go: who is quick reads more,
+what a dead one was reading goes to another, and a part that nobody can read is dropped and named
+by `edl tasks`. Records of a task whose reader died are read again: at least once, not exactly once.
+"""
+
+import atexit
+import contextlib
+import glob
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from job_server.api.api_client import ApiClient, NotFound, Rejected, Retryable, server_url
+from job_server.api.backoff import Backoff
+from job_server.api.command_line import read_token
+from job_server.api.errors import JobServerError
+from job_server.api.local_servers import find_server
+from job_server.api.task_wire import MAX_TASKS, Lease, LeaseAsked, TaskQueueSpec, TaskReport
+from job_server.api.wire import WireError
+from pod_runtime.env import TASK_TOKEN
+from pod_runtime.trainer.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[str, int, int | None], Iterable[Any]]
+T = TypeVar("T")
+
+MAX_ERROR_CHARS = 1000
+_END_S = 5.0
+_RENEWALS = 3  # in the time of a lease
+_FIRST_S, _LAST_S = 0.1, 5.0  # between two tries to reach the server
+
+
+def cloud_reader(
+    paths: str | Sequence[str],
+    endpoint: str | None = None,
+    *,
+    queue: str | None = None,
+    records_per_task: int | None = None,
+    lease_s: float = 60.0,
+    max_tries: int = 3,
+    in_use: int = 1000,
+    server_timeout_s: float = 600.0,
+    read: Read | None = None,
+) -> Callable[[], Iterator[Any]]:
+    """Return a reader: each call is one pass over the records, of which this process gets a part.
+
+    All trainers of a job call this with the same arguments, and read the same passes: a pass ends
+    for all of them when its last record has been read. A trainer that was started again joins the
+    pass that is on; its calls for passes that are over yield nothing. As the original's
+    `paddle.reader.creator.cloud_reader`, with a job server in place of etcd.
+
+    Args:
+        paths: files, or patterns such as `data/train-*.npy`. All trainers need to see them under
+            these names. A `.npy` file has one record in each row of its array, any other file one
+            in each line (a str without its end), unless `read` says otherwise.
+        endpoint: of the job server, HOST:PORT or a URL. None: that of this job.
+        queue: a name for the queue; another training that is to read the same files needs another
+            one. None: made of the job's id and of the files' names, sizes and times.
+        records_per_task: cut files into tasks of so many records. None: a file is a task.
+        lease_s: a task goes to another reader when its own is silent for so long, seconds.
+        max_tries: a task that could not be read so often is dropped for the pass.
+        in_use: how many records the script may have taken without having trained on them: at least
+            its batch size. A task is done when it has taken so many more, or begins the next pass,
+            or ends; until then it goes to another reader if this one dies.
+        server_timeout_s: how long the server may be away before a read fails.
+        read: reads other files: called as read(path, start, stop) for the records [start, stop) of
+            a file, stop None meaning the rest.
+
+    Raises:
+        UsageError: there are no such files, or an argument is wrong.
+        ConnectionError: the server cannot be reached for `server_timeout_s`.
+    """
+    if records_per_task is not None and records_per_task < 1:
+        raise UsageError(f"records_per_task: expected 1 or more, got {records_per_task}")
+    files = _find([paths] if isinstance(paths, str) else list(paths))
+    read = read or read_records
+    server = _Server(endpoint, os.environ, server_timeout_s)
+    tasks = tuple(_tasks(files, records_per_task, read))
+    if len(tasks) > MAX_TASKS:
+        raise UsageError(
+            f"records_per_task: {records_per_task} makes {len(tasks)} tasks of these files, and a "
+            f"queue keeps {MAX_TASKS}; take a larger number"
+        )
+    name = queue or _queue_name(files, tasks, os.environ)
+    try:
+        spec = TaskQueueSpec(name=name, tasks=tasks, lease_s=lease_s, max_tries=max_tries)
+        server.call(lambda api: api.make_queue(spec))
+    except (WireError, Rejected) as error:
+        raise UsageError(str(error)) from None
+    given = _Given(in_use)
+    atexit.register(given.end)
+    passes = itertools.count()
+    return lambda: _pass(server, spec, next(passes), read, given)
+
+
+def read_records(path: str, start: int, stop: int | None) -> Iterator[Any]:
+    """Yield the records [start, stop) of a file, as `cloud_reader` says."""
+    if path.endswith(".npy"):
+        rows = np.load(path, mmap_mode="r")
+        yield from (np.array(row) for row in rows[start:stop])
+        return
+    with open(path, encoding="utf-8") as lines:
+        for line in itertools.islice(lines, start, stop):
+            yield line.rstrip("\r\n")
+
+
+# --- the tasks
+
+
+def _find(patterns: Sequence[str]) -> list[str]:
+    files: list[str] = []
+    for pattern in patterns:
+        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        files += [os.path.abspath(path) for path in found if os.path.isfile(path)]
+        if not found or not os.path.isfile(found[0]):
+            raise UsageError(f"paths: there is no file {pattern!r}")
+    return list(dict.fromkeys(files))
+
+
+def _tasks(files: Sequence[str], records_per_task: int | None, read: Read) -> Iterator[str]:
+    for path in files:
+        if records_per_task is None:
+            yield _task(path, 0, None)
+            continue
+        count = _count(path, read)
+        for start in range(0, count, records_per_task):
+            yield _task(path, start, min(start + records_per_task, count))
+
+
+def _task(path: str, start: int, stop: int | None) -> str:
+    return json.dumps({"path": path, "start": start, "stop": stop})
+
+
+def _count(path: str, read: Read) -> int:
+    if path.endswith(".npy") and read is read_records:
+        return len(np.load(path, mmap_mode="r"))
+    return sum(1 for _ in read(path, 0, None))
+
+
+def _queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Name the queue by the job and what the files are now: all trainers find the same name."""
+    stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
+    digest = zlib.crc32(repr((stats, tasks)).encode())
+    return f"{environ.get('PADDLE_JOB_ID') or 'files'}-{digest:08x}"[-100:]
+
+
+# --- one pass
+
+
+def _pass(
+    server: "_Server", spec: TaskQueueSpec, number: int, read: Read, given: "_Given"
+) -> Iterator[Any]:
+    given.report_all()  # of the pass before: its last batch has been used
+    asked = LeaseAsked(worker=_worker(os.environ), pass_number=number)
+    while True:
+        lease = server.call(lambda api: api.lease_task(spec.name, asked))
+        if lease.over:
+            return
+        if lease.number is None:
+            given.say_all_read()  # others wait for no more than that
+            time.sleep(lease.wait_s)
+            continue
+        task = _Task(server, spec.name, asked.worker, lease)
+        try:
+            for record in _records(lease, read):
+                if task.lost:
+                    break
+                task.records += 1
+                yield record
+                given.count_record()
+        except _Unreadable as error:
+            logger.error("task %d cannot be read: %s", lease.number, error)
+            task.report(error=str(error))
+        except BaseException:  # the script stops here, or fails
+            task.give_back()
+            given.give_back()
+            raise
+        else:
+            given.add(task)
+
+
+class _Given:
+    """Tasks whose records were all given to the script, which may not have used them yet."""
+
+    def __init__(self, in_use: int) -> None:
+        self._in_use = in_use
+        self._records = 0  # given, after which the script has asked for another
+        self._tasks: deque[tuple[int, _Task]] = deque()  # with the number of their last record
+
+    def count_record(self) -> None:
+        self._records += 1
+        self._report_used()
+
+    def add(self, task: "_Task") -> None:
+        self._tasks.append((self._records, task))
+        self._report_used()
+
+    def say_all_read(self) -> None:
+        for _, task in self._tasks:
+            if not task.all_read:
+                task.report(all_read=True)
+
+    def report_all(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()[1].report(done=True)
+
+    def end(self) -> None:
+        """Say that all has been used: the script has ended. Wait for no server that is away."""
+        try:
+            while self._tasks:
+                self._tasks.popleft()[1].report(done=True, timeout_s=_END_S)
+        except (ConnectionError, UsageError) as error:
+            logger.warning("the last tasks may be read again: %s", error)
+
+    def give_back(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()[1].give_back()
+
+    def _report_used(self) -> None:
+        while self._tasks and self._tasks[0][0] + self._in_use <= self._records:
+            self._tasks.popleft()[1].report(done=True)
+
+
+class _Unreadable(Exception):  # noqa: N818 - of a record
+    """A record could not be read; what the script does with records never raises this."""
+
+
+def _records(lease: Lease, read: Read) -> Iterator[Any]:
+    try:
+        task = json.loads(lease.content)
+        records = iter(read(task["path"], task["start"], task["stop"]))
+    except Exception as error:  # whatever a reader of the script's own raises
+        raise _unreadable(lease, 0, error) from error
+    for number in itertools.count():
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # as above
+            raise _unreadable(lease, number, error) from error
+        yield record
+
+
+def _unreadable(lease: Lease, number: int, error: Exception) -> _Unreadable:
+    return _Unreadable(
+        f"{type(error).__name__}: {error} (record {number} of the task {lease.content})"
+    )
+
+
+class _Task:
+    """A leased task: says every now and then that it is still read."""
+
+    def __init__(self, server: "_Server", queue: str, worker: str, lease: Lease) -> None:
+        self.records = 0
+        self.all_read = False  # and the server knows
+        self.lost = False  # another reads it: this one was silent for too long
+        self._server, self._queue, self._lease = server, queue, lease
+        self._worker = worker
+        self._over = threading.Event()
+        threading.Thread(target=self._renew, name="task lease", daemon=True).start()
+
+    def report(
+        self,
+        *,
+        all_read: bool = False,
+        done: bool = False,
+        error: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Say how far the task is, or how it ended."""
+        self.all_read |= all_read
+        if done or error:
+            self._over.set()
+        report = self._report(done=done, error=error[:MAX_ERROR_CHARS])
+        if not self._server.call(lambda api: api.report_task(self._queue, report), timeout_s):
+            logger.warning("%s: another reader reads it, too", self._lease.content)
+
+    def give_back(self) -> None:
+        """Let another read the task at once; without an answer it comes back after the lease."""
+        self._over.set()
+        with self._server.connect() as api, contextlib.suppress(JobServerError):
+            api.report_task(self._queue, self._report(give_back=True))
+
+    def _renew(self) -> None:
+        with self._server.connect() as api:
+            while not self._over.wait(self._lease.lease_s / _RENEWALS):
+                try:
+                    held = api.report_task(self._queue, self._report())
+                except Retryable as error:
+                    logger.warning("%s: %s; trying again", self._lease.content, error)
+                    continue
+                except Rejected as error:
+                    logger.error("%s: %s", self._lease.content, error)
+                    held = False
+                if not held and not self._over.is_set():
+                    logger.warning(
+                        "%s: silent for more than %g s, so another reader reads it",
+                        self._lease.content, self._lease.lease_s,
+                    )  # fmt: skip
+                    self.lost = True
+                    return
+
+    def _report(
+        self, *, done: bool = False, error: str = "", give_back: bool = False
+    ) -> TaskReport:
+        assert self._lease.number is not None
+        return TaskReport(
+            worker=self._worker,
+            pass_number=self._lease.pass_number,
+            number=self._lease.number,
+            lease=self._lease.lease,
+            records=self.records,
+            all_read=self.all_read,
+            done=done,
+            error=error,
+            give_back=give_back,
+        )
+
+
+def _worker(environ: Mapping[str, str]) -> str:
+    """Return a name of this process that people find again."""
+    where = environ.get("PADDLE_POD_ID") or socket.gethostname()
+    plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in where).lstrip("._-")[:60]
+    return f"{plain or 'reader'}.{os.getpid()}.{threading.get_ident() % 10**6}"
+
+
+class _Server:
+    """The job server, which may be away for a while."""
+
+    def __init__(self, endpoint: str | None, environ: Mapping[str, str], timeout_s: float) -> None:
+        named = endpoint or environ.get("PADDLE_JOBSERVER")
+        if not named:
+            raise UsageError(
+                "endpoint: missing, and this is no trainer of a job; pass the job server's "
+                "HOST:PORT"
+            )
+        try:
+            self._url = server_url(named)
+        except ValueError as error:
+            raise UsageError(f"endpoint: {error}") from None
+        self._token = _token(self._url, environ)
+        self._timeout_s = timeout_s
+        self._local = threading.local()
+
+    def connect(self) -> ApiClient:
+        return ApiClient(self._url, self._token)
+
+    def call(self, ask: Callable[[ApiClient], T], timeout_s: float | None = None) -> T:
+        """Return the answer; while the server is away, try again, usually for long.
+
+        Raises:
+            ConnectionError: it stays away.
+            UsageError: the queue was deleted.
+        """
+        api = self._mine()
+        backoff = Backoff(_FIRST_S, _LAST_S)
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return ask(api)
+            except Retryable as error:
+                wait_s = backoff.next_s()
+                if time.monotonic() + wait_s > deadline:
+                    raise ConnectionError(
+                        f"the job server has been away for {patience_s:g} s: {error}"
+                    ) from error
+                time.sleep(wait_s)
+            except NotFound as error:
+                raise UsageError(f"queue: {error}; was it deleted?") from None
+
+    def _mine(self) -> ApiClient:
+        # A connection belongs to one process and thread; a fork must not use its parent's.
+        if getattr(self._local, "pid", None) != os.getpid():
+            self._local.pid, self._local.api = os.getpid(), self.connect()
+        api: ApiClient = self._local.api
+        return api
+
+
+def _token(url: str, environ: Mapping[str, str]) -> str | None:
+    token = environ.get(TASK_TOKEN) or read_token(None, environ)
+    if token is None and (server := find_server(url, environ)) is not None:
+        token = server.token()
+    return token
+
+
+def write_shards(
+    records: Iterable[Any], folder: str | Path, prefix: str, per_file: int = 5000
+) -> list[Path]:
+    """Write records into files `PREFIX-00000.npy`, for `cloud_reader`.
+
+    As the original's `dataset.common.convert`, which wrote RecordIO; these are NumPy's files, which
+    anything reads.
+
+    Args:
+        records: arrays or tuples of numbers, all of one shape.
+        folder: made if it is not there.
+        prefix: of the files' names.
+        per_file: records.
+
+    Raises:
+        UsageError: they have different shapes, or there are none.
+    """
+    if per_file < 1:
+        raise UsageError(f"per_file: expected 1 or more, got {per_file}")
+    where = Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    source, written = iter(records), list[Path]()
+    while part := list(itertools.islice(source, per_file)):
+        try:
+            rows = np.array(part)
+        except ValueError as error:
+            raise UsageError(f"records: they have different shapes: {error}") from None
+        if rows.dtype == object:
+            raise UsageError(f"records: expected numbers, got {part[0]!r:.60}")
+        path = where / f"{prefix}-{len(written):05d}.npy"
+        np.save(path, rows)
+        written.append(path)
+    if not written:
+        raise UsageError("records: there are none")
+    return written

@@ -1,0 +1,53 @@
+"""Files for the task queue, and what is refused before anything is read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pod_runtime.trainer.data.cloud_reader import cloud_reader, read_records, write_shards
+from pod_runtime.trainer.errors import UsageError
+
+
+def test_shards_hold_all_records_in_order_and_any_range_is_read(tmp_path):
+    files = write_shards(((n, n * n) for n in range(12)), tmp_path / "new", "squares", per_file=5)
+    assert [path.name for path in files] == [f"squares-0000{n}.npy" for n in range(3)]
+    rows = [row for path in files for row in read_records(str(path), 0, None)]
+    assert [tuple(map(int, row)) for row in rows] == [(n, n * n) for n in range(12)]
+    part = list(read_records(str(files[1]), 1, 3))
+    assert np.array(part).tolist() == [[6, 36], [7, 49]]
+    assert part[0].flags.owndata, "a record outlives its file"
+
+
+def test_any_other_file_has_a_record_in_each_line(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one\ntwo\r\nthrée\n")
+    assert list(read_records(str(path), 0, None)) == ["one", "two", "thrée"]
+    assert list(read_records(str(path), 1, 2)) == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [([], "there are none"), ([(1, 2), (3,)], "different shapes"), ([("a", None)], "numbers")],
+)
+def test_records_that_make_no_array_are_refused(records, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        write_shards(records, tmp_path, "x")
+
+
+def test_wrong_arguments_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PADDLE_JOBSERVER", raising=False)
+    path = tmp_path / "text.txt"
+    path.write_text("one\n")
+    with pytest.raises(UsageError, match="paths: there is no file"):
+        cloud_reader(str(tmp_path / "*.npy"), "127.0.0.1:1")
+    with pytest.raises(UsageError, match="records_per_task: expected 1 or more, got 0"):
+        cloud_reader(str(path), "127.0.0.1:1", records_per_task=0)
+    with pytest.raises(UsageError, match="endpoint: missing"):
+        cloud_reader(str(path))
+    with pytest.raises(UsageError, match="endpoint: 'x y'"):
+        cloud_reader(str(path), "x y")
+    with pytest.raises(UsageError, match="lease_s: must be between"):
+        cloud_reader(str(path), "127.0.0.1:1", lease_s=0.0)
+    with pytest.raises(ConnectionError, match="the job server has been away for 0 s"):
+        cloud_reader(str(path), "127.0.0.1:1", server_timeout_s=0.0)

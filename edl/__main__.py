@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 
 _COMMANDS = "job_server.cli.commands"
@@ -59,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"edl: there is no verb {verb!r}; {meant}`edl --help` lists them", file=sys.stderr)
         return 2
     module = VERBS[verb][0]
+    if verb == "server" and argv is None:  # gevent has to come before what is imported by now
+        os.execv(sys.executable, [sys.executable, "-m", "job_server", *rest])
     program = importlib.import_module(module)
     code = program.main([verb, *rest] if module == _COMMANDS else rest)
     return int(code)

@@ -58,13 +58,14 @@ def cpu_node(node_id: str = "node-a", **changes: Any) -> Node:
 
 @dataclass
 class ServerProcess:
-    """`python -m job_server`, to be killed at will."""
+    """A job server, to be killed at will."""
 
     folder: Path
     args: list[str]
     port: int = field(default_factory=free_port)
     env: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
+    program: tuple[str, ...] = ("job_server",)  # what Python is to run as a module
 
     @property
     def url(self) -> str:
@@ -74,7 +75,7 @@ class ServerProcess:
         return ApiClient(self.url, token)
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "job_server", "--server_port", str(self.port)]
+        command = [sys.executable, "-m", *self.program, "--server_port", str(self.port)]
         command += ["--db", str(self.folder / "server.db"), *self.args]
         with (self.folder / "server.log").open("a") as log:
             self.process = subprocess.Popen(

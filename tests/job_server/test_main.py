@@ -14,7 +14,7 @@ from job_server.api import wire
 from job_server.api.errors import ConfigError
 from job_server.api.wire import ScriptKind
 from job_server.server.config import read_config
-from tests.job_server.serving import InThread, running_server
+from tests.job_server.serving import InThread, ServerProcess, running_server
 from tests.support import ROOT, free_port
 
 
@@ -230,3 +230,14 @@ def test_help_ends_with_code_0():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0
     assert "--time_interval_to_change" in done.stdout
+
+
+def test_edl_server_is_the_same_program(tmp_path):
+    server = ServerProcess(tmp_path, ["--no_job"], program=("edl", "server"))
+    try:
+        server.start()
+        assert server.process is not None
+        with server.api() as api:
+            assert api.jobs() == ()
+    finally:
+        assert server.stop() == 0

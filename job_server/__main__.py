@@ -54,7 +54,12 @@ def _serve(config: ServerConfig) -> int:
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     store = Store(config.db)
-    service = JobService(store, heartbeat_s=config.heartbeat_s, max_watchers=config.max_watchers)
+    service = JobService(
+        store,
+        heartbeat_s=config.heartbeat_s,
+        max_watchers=config.max_watchers,
+        sharing=config.sharing,
+    )
     try:
         guard = Guard(token=config.token, insecure_legacy=config.insecure_legacy)
         app = create_app(service, guard)

@@ -1,5 +1,6 @@
 """Define the events that change a job: what both state machines take."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from job_server.api.wire import Attach, Demand, Kill, PodReport, PodState, Resize
@@ -86,6 +87,15 @@ class Demanded:
     demand: Demand
 
 
+@dataclass(frozen=True, slots=True)
+class Allotted:
+    """The server has decided how many pods a shared job has, and where."""
+
+    nodes: Mapping[str, int]  # node -> pods; empty: it waits
+    reason: str
+    met: tuple[str, ...] = ()  # jobs that it was to wait for, and that have succeeded
+
+
 Event = (
     Tick
     | NodesChanged
@@ -100,4 +110,5 @@ Event = (
     | ServerRestarted
     | RunTimeStatic
     | Demanded
+    | Allotted
 )

@@ -13,6 +13,7 @@ class Goal(Enum):
 
     RUN = "run"
     PAUSE = "pause"
+    YIELD = "yield"  # its slots are for other jobs: its state is written, then it waits
     STOP = "stop"
     FAIL = "fail"  # a budget is used up: what is in memory is written first
 
@@ -26,6 +27,7 @@ class Goal(Enum):
 _ENDS_AS = {
     Goal.RUN: None,
     Goal.PAUSE: None,
+    Goal.YIELD: None,
     Goal.STOP: JobState.STOPPED,
     Goal.FAIL: JobState.FAILED,
 }

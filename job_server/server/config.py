@@ -39,6 +39,7 @@ class ServerConfig:
     dry_run: bool
     job: JobSpec | None  # None: --no_job
     legacy_nodes: tuple[Node, ...]
+    sharing: str
 
 
 def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
@@ -80,6 +81,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
         dry_run=args.dry_run,
         job=job,
         legacy_nodes=legacy_nodes,
+        sharing=args.sharing,
     )
 
 
@@ -148,6 +150,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="1: a second set of trainers for crashes; 2: and lost pods",
     )
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global", help="of the batch")
+    add(
+        "--sharing",
+        choices=("goodput", "fulfilment"),
+        default="goodput",
+        help="how shared jobs share the nodes: who ends soonest by a pod more, or equally",
+    )
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings, 40 errors")
     add("--max_watchers", type=int, default=1500, help="requests that may wait for news at once")
     return parser

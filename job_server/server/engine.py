@@ -15,15 +15,25 @@ from typing import Any
 
 from job_server.api import wire
 from job_server.api.codec import to_json
-from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
+from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
 from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import job_types
+from job_server.sharing.decide import (
+    POLICIES,
+    decide,
+    share_key,
+    takes_part,
+    waits_its_turn,
+    why_never,
+    why_not_after,
+)
 from job_server.sharing.job_types import AnyJob
-from job_server.sharing.overview import NodeUse, overview
+from job_server.sharing.job_views import NodeUse
+from job_server.sharing.overview import overview
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
 from job_server.training.job import Job
@@ -39,6 +49,7 @@ WARN_EVERY_S = 30.0
 REPORTS_PER_S = 200  # of all launchers together: where they are more, each reports more rarely
 ASK_HEARTBEATS = 2  # a client silent for so many of them: its launchers are asked
 DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
+SHARE_S = 5.0  # what shared jobs have is decided anew at least so often
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
 
@@ -65,6 +76,7 @@ class JobEntry:
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
     short_of: int = 0  # pods of a training for which there was no place
+    share_key: object = None  # what decisions on shared jobs depend on
     page: tuple[tuple[int, int, int], bytes] = ((0, 0, 0), b"")  # newest, after, limit: its events
 
     def topics(self) -> list[Topic[Any]]:
@@ -88,9 +100,19 @@ class Engine:
     """
 
     def __init__(
-        self, store: Store, *, heartbeat_s: float, max_watchers: int, now: Callable[[], float]
+        self,
+        store: Store,
+        *,
+        heartbeat_s: float,
+        max_watchers: int,
+        now: Callable[[], float],
+        sharing: str = "goodput",
     ) -> None:
-        """Load what `store` holds, for start(). Jobs that cannot be read are put aside."""
+        """Load what `store` holds, for start(). Jobs that cannot be read are put aside.
+
+        Args:
+            sharing: the policy of `sharing.decide.POLICIES` by which jobs share the cluster.
+        """
         self.server_id = uuid.uuid4().hex[:12]
         self.now = now
         self.store = store
@@ -101,6 +123,9 @@ class Engine:
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
+        self.share_wanted = False  # it is to decide anew what shared jobs have
+        self._policy = sharing
+        self._share_at = -math.inf  # when that is due in any case
         self._pods = 0  # of all jobs
         self._held = 0  # how often the slots or ports that jobs hold have changed
         self._timer_wakes = threading.Condition(self.lock)
@@ -143,6 +168,7 @@ class Engine:
                 if not entry.state.ended:
                     entry.was_away = True
                     self._step_or_log(entry, Tick())
+            self.share_wanted = True
             self.converge()
         self.timer_due = time.monotonic()
         self._timer.start()
@@ -217,6 +243,8 @@ class Engine:
                     self.drop_or_retry(entry)
                 else:
                     self._step_or_log(entry, Tick())
+        shares = self._shares()
+        self.share_wanted |= shares and self.now() >= self._share_at
         self.converge()
         for node_id in self.registry.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
@@ -226,6 +254,7 @@ class Engine:
                 logger.error("node %s: not forgotten: %s", node_id, error)
         due = [entry.due_at for entry in self.jobs.values()]
         due.append(self._ask_launchers(now))
+        due.append(self._share_at if shares else math.inf)
         # Something that is due again at once must not keep the lock.
         return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
 
@@ -428,6 +457,9 @@ class Engine:
                 known.plan.publish(self.plan_of(node_id))
         self._count_pods()
         slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
+        key = share_key(entry.job)
+        if key != entry.share_key:
+            entry.share_key, self.share_wanted = key, True
         short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
@@ -440,14 +472,37 @@ class Engine:
     def converge(self) -> None:
         """Step the jobs that may get slots, until no slot moves between jobs any more."""
         for _ in range(MAX_ROUNDS):
-            if not self.slots_moved:
+            if not (self.slots_moved or self.share_wanted):
                 return
-            self.slots_moved = False
-            for entry in list(self.jobs.values()):
-                if not entry.state.ended:
+            moved = self.slots_moved
+            self.slots_moved = self.share_wanted = False
+            self._share()
+            for entry in list(self.jobs.values()) if moved else ():
+                if not entry.state.ended and not waits_its_turn(entry.job):
                     self._step_or_log(entry, NodesChanged())
         if self.slots_moved:
             logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
+
+    def _shares(self) -> bool:
+        return any(takes_part(entry.job) for entry in self.jobs.values())
+
+    def _share(self) -> None:
+        """Decide what shared jobs have, and tell those to which that is news.
+
+        Not while a node has yet to say what else runs on it: that takes a heartbeat.
+        """
+        if not self._shares():
+            return
+        now = self.now()
+        self._share_at = now + SHARE_S
+        nodes = self._node_uses(now)
+        if any(use.alive and use.report is None for use in nodes):
+            return
+        jobs = [entry.job for entry in self.jobs.values()]
+        for job_id, event in decide(POLICIES[self._policy], jobs, nodes, now):
+            entry = self.jobs.get(job_id)
+            if entry is not None:
+                self._step_or_log(entry, event)
 
     def cluster(self, entry: JobEntry) -> Cluster:
         """Return the nodes as this job's placement sees them."""
@@ -574,6 +629,7 @@ class Engine:
         """
         known = self.registry.get(node_id)
         self.store.save_limit(node_id, slots)
+        self.share_wanted = True
         if slots is None:
             self.registry.limits.pop(node_id, None)
         else:
@@ -581,21 +637,38 @@ class Engine:
         logger.info(
             "node %s: shared jobs may have %s slots", node_id, "all" if slots is None else slots
         )
+        self.converge()
         return self.registry.status(known, self.now())
 
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""
         now = self.now()
-        nodes = [
+        jobs = [entry.job for entry in self.jobs.values()]
+        return overview(self._policy, jobs, self._node_uses(now), now)
+
+    def check_share(self, spec: wire.JobSpec) -> None:
+        """Refuse a shared job that could never start.
+
+        Raises:
+            BadRequest: it needs more than the cluster has, or a job that will not succeed.
+        """
+        states = {job_id: entry.state for job_id, entry in self.jobs.items()}
+        why = why_not_after(spec, states) or why_never(spec, self._node_uses(self.now()))
+        if why:
+            raise BadRequest(why)
+
+    def _node_uses(self, now: float) -> list[NodeUse]:
+        return [
             NodeUse(
                 node=known.node,
                 alive=self.registry.is_alive(known, now),
                 report=known.report,
                 limit=self.registry.limits.get(known.node.node_id),
+                foreign_cpu_milli=known.cpu.used,
+                foreign_memory_mb=known.memory.used,
             )
             for known in self.registry.nodes.values()
         ]
-        return overview("", [entry.job for entry in self.jobs.values()], nodes, now)
 
     def known(self, node: wire.Node) -> KnownNode:
         pods = self.plan_of(node.node_id)

@@ -10,11 +10,34 @@ from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
 from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
 
+SMOOTHED_S = 10.0  # over which foreign load is averaged
+LOAD_STEP = 0.05  # of a node's capacity: foreign load that differs by less is the same
 NODES_PER_S = 500  # whose heartbeats one server hears with half a core, beside their launchers'
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
 Plan = tuple[wire.NodePod, ...]
 Held = Mapping[str, frozenset[int]]  # slots by node id, or ports by address
+
+
+@dataclass(slots=True)
+class SmoothedLoad:
+    """What processes that are no pods' use of a node. Short peaks must not move trainers."""
+
+    used: int = 0  # what counts
+    mean: float = 0.0  # of the last seconds
+    at: float | None = None  # of the last report; None: none yet
+
+    def note(self, reported: int | None, capacity: int, now: float) -> None:
+        if reported is None:
+            return
+        if self.at is None:
+            self.mean = self.used = reported
+        else:
+            weight = 1.0 - math.exp(-max(now - self.at, 0.0) / SMOOTHED_S)
+            self.mean += weight * (reported - self.mean)
+        self.at = now
+        if abs(self.mean - self.used) > LOAD_STEP * capacity:
+            self.used = round(self.mean)
 
 
 @dataclass(slots=True)
@@ -25,6 +48,8 @@ class KnownNode:
     report: wire.NodeReport | None = None  # None: none since it registered
     asked_at: float = 0.0  # when the launchers of its pods were last asked whether they live
     changed: int = 0  # the registry's count of changes as this node changed last
+    cpu: SmoothedLoad = field(default_factory=SmoothedLoad)
+    memory: SmoothedLoad = field(default_factory=SmoothedLoad)
 
 
 @dataclass(slots=True)
@@ -150,7 +175,13 @@ class NodeRegistry:
         known = self.get(node_id)
         if not _is_same_client(report.client, known.node.client):
             raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
-        changed = not self.is_alive(known, now) or _strangers(known.report) != _strangers(report)
+        changed = (
+            not self.is_alive(known, now)
+            or known.report is None
+            or _strangers(known.report) != _strangers(report)
+        )
+        known.cpu.note(report.foreign_cpu_milli, known.node.cpu_milli, now)
+        known.memory.note(report.foreign_memory_mb, known.node.memory_mb, now)
         self._changes += 1
         known.seen_at, known.report, known.changed = now, report, self._changes
         return changed

@@ -44,10 +44,20 @@ class JobService:
         heartbeat_s: float = 3.0,
         max_watchers: int = 600,
         now: Callable[[], float] | None = None,
+        sharing: str = "goodput",
     ) -> None:
-        """Load what `store` holds. `now`: seconds since 1970, never going back (None: as usual)."""
+        """Load what `store` holds.
+
+        Args:
+            now: seconds since 1970, never going back; None: as usual.
+            sharing: the policy by which jobs share the cluster.
+        """
         self.engine = Engine(
-            store, heartbeat_s=heartbeat_s, max_watchers=max_watchers, now=now or steady_clock()
+            store,
+            heartbeat_s=heartbeat_s,
+            max_watchers=max_watchers,
+            now=now or steady_clock(),
+            sharing=sharing,
         )
         self.tasks = TaskService(store, self.engine.now)
         self.server_id = self.engine.server_id
@@ -67,6 +77,7 @@ class JobService:
         Raises:
             WireError: its change script is wrong.
             Conflict: the id is taken by another spec, or the service by another job of teachers.
+            BadRequest: it is shared, and could never start.
         """
         parse_script(spec.script, spec)
         engine = self.engine
@@ -87,6 +98,8 @@ class JobService:
                     f"service: {spec.service!r} is served by job {serving.spec.job_id!r}; "
                     "stop that one, or name another service"
                 )
+            if spec.share:
+                engine.check_share(spec)
             now = self.now()
             job = job_types.new_job(spec, now, legacy_nodes=legacy_nodes)
             event = wire.JobEvent(number=1, at=now, job_id=spec.job_id, stage=0, text="submitted")

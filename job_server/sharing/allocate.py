@@ -11,7 +11,7 @@ order the jobs of one user.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +28,9 @@ class JobView:
     max_trainers: int
     each: Resources  # of one trainer
     placed: Mapping[str, int] = field(default_factory=dict)  # node -> trainers; empty: it waits
+    nodes: frozenset[str] | None = None  # on which it can run; None: on all
+    runs: bool = True  # False: what is placed has not begun, and can be taken back
+    home: str = ""  # the node that has its state, on which its first trainer has to be; "": any
     priority: int = 0  # the highest goes first
     user: str = ""  # whose share of the slots it has
     submitted_at: float = 0.0  # seconds, as all times here
@@ -94,7 +97,7 @@ def allocate(
                 f"{job.job_id}: expected 1 <= min <= max trainers, got {job.min_trainers} and "
                 f"{job.max_trainers}"
             )
-    needs = [Need(job.job_id, job.each, job.placed, job.user) for job in jobs]
+    needs = [Need(job.job_id, job.each, job.placed, job.user, job.nodes, job.home) for job in jobs]
     work = _Pass(policy, jobs, Room(nodes, needs, policy.max_load), now)
     work.repair()
     work.start_waiting()
@@ -117,7 +120,7 @@ class _Pass:
     def result(self, job: JobView) -> Allocation:
         placed = self._room.placed(job.job_id)
         before, after = sum(job.placed.values()), sum(placed.values())
-        reason = self._reasons.get(job.job_id, "")
+        reason = self._reasons.get(job.job_id, "nodes that it was on are gone")
         if before == after and after:
             moved = placed != dict(job.placed)
             reason = "moves to other nodes" if moved else f"stays with {after}"
@@ -170,6 +173,10 @@ class _Pass:
                 self._say(job, f"others use {node_id}")
                 return True
             room.undo(mark)
+        for job in here:
+            if not job.runs:
+                self._stop(job)
+                return True
         return False
 
     # --- what waits
@@ -181,12 +188,12 @@ class _Pass:
         start, so the room that becomes free is its own in the end.
         """
         first: JobView | None = None  # for which the others wait
-        hopeless: dict[tuple[Resources, int, str], int] = {}  # so many trainers found no room
+        hopeless: dict[Hashable, int] = {}  # so many trainers of that found no room
         for job in self._waiting():
             if first is not None and job.priority <= first.priority:
                 self._say(job, f"waits behind {first.job_id}, which waits for room for longer")
                 continue
-            key = (job.each, job.priority, job.user)
+            key = (job.each, job.priority, job.user, job.nodes, job.home)
             if job.min_trainers < hopeless.get(key, job.min_trainers + 1) and self._start(job):
                 continue
             hopeless[key] = min(job.min_trainers, hopeless.get(key, job.min_trainers))
@@ -216,11 +223,12 @@ class _Pass:
         while room.count(job.job_id) < job.min_trainers:
             if room.take(job.job_id):
                 continue
-            other = next(givers, None)
+            home = room.missing_home(job.job_id)
+            other = next(self._givers_for(job, home) if home else givers, None)
             if other is None:
                 room.undo(mark)
                 return False
-            room.give_back(other.job_id)
+            room.give_back(other.job_id, home or None)
             gave.add(other.job_id)
         for other in self._jobs:
             if other.job_id in gave and room.count(other.job_id) < other.min_trainers:
@@ -234,18 +242,24 @@ class _Pass:
         self._say(job, f"starts with its least, {job.min_trainers}")
         return True
 
-    def _givers_for(self, job: JobView) -> Iterator[JobView]:
+    def _givers_for(self, job: JobView, home: str = "") -> Iterator[JobView]:
         """Yield the job that is to give up a trainer next, for the start of `job`.
 
         One of higher priority does so only if its user has more than an equal share, and `job` is
         within its own user's.
+
+        Args:
+            home: a trainer on that node; "": any.
         """
         room = self._room
         share = room.equal_share()
         missing = job.min_trainers - room.count(job.job_id)
         is_due = room.used(job.user) + missing * job.each.slots <= share
+        jobs: Sequence[JobView] = self._jobs
+        if home:
+            jobs = [other for other in jobs if room.count_on(other.job_id, home)]
         givers = self._heap(
-            self._jobs,
+            jobs,
             self._loss_key,
             lambda other, n: n > other.min_trainers and (is_due or other.priority <= job.priority),
         )
@@ -255,7 +269,7 @@ class _Pass:
                 continue
             yield other
             self._push(givers, other, self._loss_key, other.min_trainers)
-        lower = [other for other in self._jobs if other.priority < job.priority]
+        lower = [other for other in jobs if other.priority < job.priority]
         for other in sorted(lower, key=lambda each: (each.priority, -each.submitted_at)):
             while self._room.count(other.job_id):
                 yield other

@@ -1,10 +1,89 @@
 """See a training as the policies do: what it has, what it needs, and how fast it is. Pure."""
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from job_server.api.wire import JobSpec, Node, NodeReport
+from job_server.jobs.work import Goal
+from job_server.sharing.allocate import JobView
+from job_server.sharing.resources import Resources
 from job_server.sharing.speedup import fit
 from job_server.training.job import Job
+from job_server.training.share import count_by_node, home_of
 
+LATE_PATIENCES = 3  # times prepare_timeout_s: an allotment that is not reached until then is void
 SEEN_RECORDS = 50  # the newest stages, whose step times count
 MIN_STEPS = 5  # of a stage, for its step time to count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUse:
+    """A registered node, and what is known of its use."""
+
+    node: Node
+    alive: bool
+    report: NodeReport | None  # None: none since it registered
+    limit: int | None  # of slots for shared jobs; None: all
+    foreign_cpu_milli: int = 0  # of processes that are no pods', smoothed; 0 where not known
+    foreign_memory_mb: int = 0
+
+
+def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now: float) -> JobView:
+    """Return the job as a policy sees it; its pods are the policy's trainers.
+
+    Args:
+        nodes: on which it can run; None: on all.
+        alive: nodes that answer.
+    """
+    spec, allotment = job.spec, job.share.allotment
+    home = home_of(job)
+    bound = (
+        home if home in alive or (job.ending.saved is not None and job.ending.saved.spare) else ""
+    )
+    measured = measured_step_s(job, now)
+    return JobView(
+        job_id=spec.job_id,
+        min_trainers=spec.min_pods,
+        max_trainers=most_pods(job),
+        each=pod_needs(spec),
+        placed=_placed(job, bound, now),
+        nodes=nodes,
+        runs=job.goal is Goal.RUN and any(not pod.released for pod in job.pods),
+        home=bound,
+        priority=spec.priority,
+        user=spec.user,
+        submitted_at=job.submitted_at,
+        changed_at=float("-inf") if allotment is None else allotment.since,
+        step_time=fit(measured),
+        remaining_s=remaining_s(job, now),
+    )
+
+
+def pod_needs(spec: JobSpec) -> Resources:
+    """Return what one pod needs."""
+    count = spec.slots_per_pod
+    return Resources(
+        slots=count, cpu_milli=count * spec.cpu_milli, memory_mb=count * spec.memory_mb
+    )
+
+
+def most_pods(job: Job) -> int:
+    """Return the most pods that a shared job may have: its spec's, or fewer by a user's resize."""
+    most = job.share.most
+    return job.spec.max_pods if most is None else min(most, job.spec.max_pods)
+
+
+def _placed(job: Job, home: str, now: float) -> Mapping[str, int]:
+    """Return node -> pods: what is allotted, and what is there if that was never reached."""
+    allotment, stage = job.share.allotment, job.active
+    if allotment is None or not allotment.pods:
+        return {}
+    if home and home not in allotment.nodes:
+        return {}
+    late = now >= allotment.since + LATE_PATIENCES * job.spec.prepare_timeout_s
+    if late and stage is not None and stage.over is None and job.preparing is None:
+        return count_by_node(member.pod.node_id for member in stage.members)
+    return allotment.nodes
 
 
 def measured_step_s(job: Job, now: float) -> dict[int, float]:

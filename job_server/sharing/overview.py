@@ -1,22 +1,11 @@
 """Show how jobs share the cluster. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from job_server.api.wire import JobState, Node, NodeReport, SharedJob, SharedNode, Sharing, SlotKind
+from job_server.api.wire import JobState, SharedJob, SharedNode, Sharing, SlotKind
 from job_server.sharing.job_types import AnyJob, job_status, slots_held
-from job_server.sharing.job_views import measured_step_s, remaining_s
+from job_server.sharing.job_views import NodeUse, measured_step_s, most_pods, remaining_s
 from job_server.training.job import Job
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUse:
-    """A registered node, and what is known of its use."""
-
-    node: Node
-    alive: bool
-    report: NodeReport | None  # None: none since it registered
-    limit: int | None  # of slots for shared jobs; None: all
 
 
 def is_shared(job: AnyJob) -> bool:
@@ -57,8 +46,6 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         if isinstance(job, Job):
             trainers[0] += len(held) * job.spec.cpu_milli
             trainers[1] += len(held) * job.spec.memory_mb
-    foreign_cpu = None if report is None else report.foreign_cpu_milli
-    foreign_memory = None if report is None else report.foreign_memory_mb
     gpus = {slot.index for slot in node.slots if slot.kind is SlotKind.GPU}
     use_of_gpus = [
         each.utilization_percent
@@ -73,9 +60,9 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         used_others=len(others - own),
         limit=use.limit,
         cpu_milli=node.cpu_milli,
-        cpu_used_milli=trainers[0] + (foreign_cpu or 0),
+        cpu_used_milli=trainers[0] + use.foreign_cpu_milli,
         memory_mb=node.memory_mb,
-        memory_used_mb=trainers[1] + (foreign_memory or 0),
+        memory_used_mb=trainers[1] + use.foreign_memory_mb,
         gpu_percent=sum(use_of_gpus) / len(use_of_gpus) if use_of_gpus else None,
         job_id=node.job_id,
         folders=node.folders,
@@ -103,10 +90,12 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
         pods=len(stage.members) if stage is not None and running else 0,
         allotted=0 if allotment is None else allotment.pods,
         min_pods=spec.min_pods,
-        max_pods=spec.max_pods,
+        max_pods=most_pods(job),
         slots_per_pod=spec.slots_per_pod,
         reason=status.reason if allotment is None else allotment.reason,
-        after=tuple(other for other in spec.after if other not in succeeded),
+        after=tuple(
+            other for other in spec.after if other not in succeeded and other not in job.share.met
+        ),
         submitted_at=job.submitted_at,
         started_at=min(committed, default=None),
         waited_s=account.waiting_s,

@@ -35,6 +35,9 @@ def shortage(job: Job, now: float, cluster: Cluster) -> int:
     """Return how many pods the job is short of, and would start if it had a place for them."""
     if job.state.ended or job.legacy or job.done or job.cut_off or job.goal is not Goal.RUN:
         return 0
+    allotment = job.share.allotment
+    if job.spec.share and (allotment is None or not allotment.pods):
+        return 0  # it waits for its turn
     stage = job.preparing
     if stage is not None and not stage.standby:
         return max(0, stage.target - len(stage.members))

@@ -33,6 +33,8 @@ class Need(NamedTuple):
     each: Resources  # of one trainer
     placed: Mapping[str, int]  # node -> trainers there now
     user: str = ""
+    nodes: frozenset[str] | None = None  # on which it can run; None: on all
+    home: str = ""  # on which its first trainer has to be; "": any
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class _Held:
     each: Resources
     before: Mapping[str, int]
     user: str
+    nodes: frozenset[str] | None
+    home: str
     now: dict[str, int] = field(default_factory=dict)
     count: int = 0
 
@@ -75,10 +79,13 @@ class Room:
         self._limit = int(total[0] * max_load) - used[0]
         self._used: dict[str, int] = {}  # user -> slots
         self._held: dict[str, _Held] = {}
-        self._first: dict[Resources, int] = {}  # no node before this one has room for so much
+        # No node before this one has room for so much, of those that a job can run on.
+        self._first: dict[tuple[Resources, frozenset[str] | None], int] = {}
         self._journal: list[tuple[str, str, int]] = []
         for need in needs:
-            self._held[need.job_id] = _Held(need.each, need.placed, need.user)
+            self._held[need.job_id] = _Held(
+                need.each, need.placed, need.user, need.nodes, need.home
+            )
             self._used.setdefault(need.user, 0)
             for node_id, count in need.placed.items():
                 if node_id in self._index and count:
@@ -96,6 +103,15 @@ class Room:
     def equal_share(self) -> float:
         """Return how many slots each user would have if all had as many."""
         return max(self._limit, 0) / max(len(self._used), 1)
+
+    def missing_home(self, job_id: str) -> str:
+        """Return the node on which the job's next trainer has to be; "": any will do."""
+        held = self._held[job_id]
+        return "" if held.count else held.home
+
+    def count_on(self, job_id: str, node_id: str) -> int:
+        """Return how many trainers of the job are on a node."""
+        return self._held[job_id].now.get(node_id, 0)
 
     def placed(self, job_id: str) -> dict[str, int]:
         """Return node -> trainers of the job."""
@@ -121,18 +137,25 @@ class Room:
         each = held.each
         if any(each[k] > max(self._left[k], 0) for k in _KINDS if each[k]):
             return False
+        if held.home and not held.count:
+            if self._fits(held.home, each):
+                self._move(job_id, held.home, 1)
+                return True
+            return False
         for node_id, before in held.before.items():
             if held.now.get(node_id, 0) < before and self._fits(node_id, each):
                 self._move(job_id, node_id, 1)
                 return True
-        start = self._first.get(each, 0)
-        for i in range(start, len(self._nodes)):
-            free = self._nodes[i].free
-            if all(each[k] <= free[k] for k in _KINDS if each[k]):
-                self._first[each] = i
-                self._move(job_id, self._nodes[i].node_id, 1)
+        key = (each, held.nodes)
+        for i in range(self._first.get(key, 0), len(self._nodes)):
+            node = self._nodes[i]
+            if held.nodes is not None and node.node_id not in held.nodes:
+                continue
+            if all(each[k] <= node.free[k] for k in _KINDS if each[k]):
+                self._first[key] = i
+                self._move(job_id, node.node_id, 1)
                 return True
-        self._first[each] = len(self._nodes)
+        self._first[key] = len(self._nodes)
         return False
 
     def give_back(self, job_id: str, node_id: str | None = None) -> None:
@@ -177,7 +200,7 @@ class Room:
         if not held.now[node_id]:
             del held.now[node_id]
         if count < 0:
-            for each, first in self._first.items():
+            for key, first in self._first.items():
                 if first > index:
-                    self._first[each] = index
+                    self._first[key] = index
         self._journal.append((job_id, node_id, count))

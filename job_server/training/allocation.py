@@ -1,6 +1,6 @@
 """Assign ids, ranks and ports to pods, and choose the state that a stage starts from. Pure."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from job_server.api.wire import PlanPod, RestoreFrom
@@ -20,6 +20,23 @@ def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
         leaving=slots_of_leavers(work.job),
         first=first,
     )
+
+
+def find_sites_on(work: Work, wanted: Mapping[str, int], first: str = "") -> tuple[Site, ...]:
+    """Return sites for up to so many new pods on each node, those on the node `first` first."""
+    sites: list[Site] = []
+    for node_id in sorted(wanted, key=lambda each: each != first):
+        view = find_node(work.cluster, node_id)
+        if view is not None:
+            sites += place(
+                work.job.spec,
+                replace(work.cluster, nodes=(view,)),
+                work.now,
+                count=wanted[node_id],
+                held=slots_of_stayers(work.job),
+                leaving=slots_of_leavers(work.job),
+            )
+    return tuple(sites)
 
 
 def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:

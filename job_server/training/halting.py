@@ -42,6 +42,7 @@ from job_server.training.moves import (
     neutral,
     order_end,
 )
+from job_server.training.share import stays_after_all
 from job_server.training.work import Work, client_silent_at, is_silent
 
 SAVE_AGAIN_S = 10.0  # between two rounds in which no client could write the state
@@ -81,17 +82,32 @@ def _to(work: Work, phase: HaltPhase) -> None:
 
 
 def _goal_name(work: Work) -> str:
-    return {Goal.PAUSE: "pause", Goal.STOP: "stop", Goal.FAIL: "failure"}[work.job.goal]
+    return {
+        Goal.PAUSE: "pause",
+        Goal.YIELD: "wait",
+        Goal.STOP: "stop",
+        Goal.FAIL: "failure",
+    }[work.job.goal]
 
 
 def _why(work: Work) -> str:
-    return work.job.ending.failed or f"a {_goal_name(work)} was asked for"
+    if work.job.goal is Goal.YIELD:
+        return "its pods are for others"
+    ending = work.job.ending
+    return ending.failed or ending.stopped or f"a {_goal_name(work)} was asked for"
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the job is to go on later: what cannot be written then calls the halt off."""
+    return job.goal.ends_as is None
 
 
 def _finish_stopped(work: Work) -> None:
     ends_as = work.job.goal.ends_as
     if ends_as is not None:
-        finish(work, ends_as, f"{work.job.ending.failed or 'stopped on request'}{_where(work)}")
+        ending = work.job.ending
+        why = ending.failed or ending.stopped or "stopped on request"
+        finish(work, ends_as, f"{why}{_where(work)}")
 
 
 def _where(work: Work) -> str:
@@ -166,7 +182,7 @@ def _await_cut(work: Work, *, late: bool) -> None:
     elif late:
         others = stage.pods_not_in(PodStagePhase.PARKED, *TERMINATED)
         text = f"not parked in time: {', '.join(others)}"
-        if job.goal is Goal.PAUSE and newest_in_memory(job) is None:
+        if _goes_on(job) and newest_in_memory(job) is None:
             _call_off(work, f"{text}; and nothing is in memory yet")
             return
         work.note(f"{text}; what is in no snapshot is done again")
@@ -219,7 +235,7 @@ def _end_without_snapshot(work: Work, stage: JobStage) -> None:
         )
         work.set(ending=replace(work.job.ending, saved=saved))
         work.note(f"step {saved.step} is written to {saved.path}")
-    elif work.job.goal is Goal.PAUSE:
+    elif _goes_on(work.job):
         _call_off(work, "there is no memory for a snapshot, and the script has no checkpoint=")
         return
     _end(work)
@@ -306,7 +322,7 @@ def save_deadline(job: Job, halt: Halt) -> float:
 def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
     """Call off a pause whose state no client could write; any other end keeps it in memory."""
     job = work.job
-    if job.goal is Goal.PAUSE:
+    if _goes_on(job):
         _call_off(work, f"the state of step {source.step} cannot be written: {held.why_not}")
         return
     if job.active is not None and not job.active.all_in(*GONE):
@@ -334,8 +350,11 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
 
 def _call_off(work: Work, why: str) -> None:
     """Let the job go on: parked trainers resume, or it recovers from memory."""
+    yields = work.job.goal is Goal.YIELD
     work.set(goal=Goal.RUN, halt=None)
-    work.note(f"not paused: {why}; the job goes on")
+    if yields:
+        stays_after_all(work, why)
+    work.note(f"not {'stopped' if yields else 'paused'}: {why}; the job goes on")
 
 
 # --- the end of trainers and pods ---------------------------------------------------------------
@@ -387,7 +406,10 @@ def _await_release(work: Work, *, late: bool) -> None:
         active = None  # otherwise the next start must see that the old stage is over
     work.set(active=active, retiring=None, recovery_pods=(), fresh=True, served=())
     _to(work, HaltPhase.DONE)
-    if job.goal is Goal.PAUSE:
+    if job.goal is Goal.YIELD:
+        work.note(f"stopped for now{where}")
+        go_on(work)
+    elif job.goal is Goal.PAUSE:
         work.note(f"paused{where}")
         if job.queue.resize is not None:
             target = job.queue.resize.pods
@@ -399,9 +421,14 @@ def _await_release(work: Work, *, late: bool) -> None:
 
 def resume(work: Work) -> None:
     """Start again after a pause."""
+    go_on(work)
+    work.note("resumed")
+
+
+def go_on(work: Work) -> None:
+    """Let the job begin its next start, or wait for its turn."""
     budget = replace(work.job.budget, retry_at=work.now)
     work.set(goal=Goal.RUN, halt=None, start_since=work.now, budget=budget)
     active = work.job.active
     if active is not None and active.over is not None:
         work.set(active=replace(active, over=replace(active.over, counted=True)))
-    work.note("resumed")

@@ -11,6 +11,7 @@ from enum import Enum
 from job_server.api.codec import Message
 from job_server.api.wire import (
     Account,
+    Allotment,
     DesiredState,
     JobSpec,
     JobState,
@@ -251,6 +252,7 @@ class JobProgress:
     script_s: float = 0.0  # the change script's clock
     saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
     saving_at: float = 0.0  # when that last changed
+    queue_reason: str = ""  # of a shared job: why it waits, or runs with so many pods
 
     def without_pod(self, pod_id: str) -> "JobProgress":
         """Forget what is known of a pod."""
@@ -324,6 +326,17 @@ class Ending:
     saved: Saved | None = None  # the newest state that was written; None: none was
     discard: bool = False  # the user who stops the job does not want its state
     failed: str = ""  # FAIL: why
+    stopped: str = ""  # STOP: why, where no user has asked for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a shared job has of the cluster; see `share`."""
+
+    allotment: Allotment | None = None  # None: nothing is decided, or it is paused
+    most: int | None = None  # pods, by a user's resize; None: as its spec says
+    met: tuple[str, ...] = ()  # jobs of its `after` that have succeeded
+    refused_at: float = 0.0  # when it could not be stopped; 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +388,7 @@ class Job:
     lineage: Lineage = Lineage()
     ending: Ending = Ending()
     announced: Announced = Announced()
+    share: Share = Share()
     progress: JobProgress = JobProgress()
 
     @property

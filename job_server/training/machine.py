@@ -12,6 +12,7 @@ from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase
 from job_server.cluster.placement import Cluster
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
+    Allotted,
     Event,
     KillAsked,
     LauncherAttached,
@@ -55,6 +56,7 @@ from job_server.training.rules import (
     preparing_deadline,
     start_deadline,
 )
+from job_server.training.share import allot, limit_pods, patience_deadline, run_time_deadline
 from job_server.training.standby import standby_times
 from job_server.training.work import Work, client_silent_at, is_silent, silent_at
 
@@ -71,7 +73,7 @@ def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -
     job = Job(
         spec=spec,
         submitted_at=now,
-        target=spec.first_pods,
+        target=spec.min_pods if spec.share else spec.first_pods,
         start_since=now,
         grace_from=now,
         legacy_nodes=legacy_nodes,
@@ -84,7 +86,8 @@ def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -
     return replace(
         work.job,
         state=name_state(work.job),
-        reason="; ".join(work.notes) or "waiting for job clients",
+        reason="; ".join(work.notes)
+        or ("waiting for its turn" if spec.share else "waiting for job clients"),
     )
 
 
@@ -171,6 +174,10 @@ def _enter(work: Work, event: Event) -> None:
             work.set(estimated_run_time_s=event.seconds)
         case ServerRestarted():
             _restarted(work)
+        case Allotted() if not work.job.state.ended:
+            allot(work, event)
+        case Allotted():
+            pass
         case LauncherAttached() | LauncherReported() if work.job.state.ended or work.job.legacy:
             pass
         case LauncherAttached():
@@ -207,8 +214,10 @@ def _asked(work: Work, event: Event) -> None:
         case PauseAsked():
             if job.goal.ends_as is not None:
                 raise RequestRefused(f"job_id: {name} is stopping")
-            if job.goal is Goal.RUN:
-                work.set(goal=Goal.PAUSE, halt=None)
+            if job.goal is not Goal.PAUSE:
+                # One that yields is on its way to the same: its halt goes on.
+                halt = job.halt if job.goal is Goal.YIELD else None
+                work.set(goal=Goal.PAUSE, halt=halt, share=replace(job.share, allotment=None))
                 work.note("pausing on request")
         case ResumeAsked():
             if job.halt is None or job.halt.phase is not HaltPhase.DONE:
@@ -242,7 +251,10 @@ def _resize(work: Work, asked: Resize) -> None:
         legacy.resize_legacy(work, pods, f"resize to {pods}")
         return
     dead = _assume_dead(work) if asked.assume_dead else False
-    if dead and pods == job.target:
+    if dead and (pods == job.target or job.spec.share):
+        return
+    if job.spec.share:
+        limit_pods(work, pods)
         return
     resize(work, pods)
 
@@ -324,6 +336,11 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
     if job.halt is not None and job.halt.phase is HaltPhase.SAVE:
         yield from (save_deadline(job, job.halt), job.halt.since + SAVE_STALL_S)
         yield job.halt.again_at or 0.0
+    overdue_at = run_time_deadline(job)
+    if overdue_at is not None:
+        yield overdue_at
+    if job.spec.share:
+        yield patience_deadline(job)
     if job.fresh:
         yield start_deadline(job)
         yield announce_waiting_at(job)

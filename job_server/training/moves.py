@@ -227,8 +227,8 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
         recovery_pods=stage.pod_ids,
         served=tuple(member.pod for member in stage.members),
         commits=job.commits + 1,
-        # A standby changes no target; a user may have since it was prepared.
-        target=job.target if stage.standby else stage.target,
+        # A standby changes no target; a user, or the server, may have since it was prepared.
+        target=job.target if stage.standby or job.spec.share else stage.target,
         resizes=job.resizes + stage.counts,
         fresh=False,
         done=False,

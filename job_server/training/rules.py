@@ -5,7 +5,7 @@ late message needs no case of its own. A deadline stands next to its rule.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from job_server.api.wire import (
@@ -23,6 +23,7 @@ from job_server.jobs.work import Goal
 from job_server.training.allocation import (
     choose_restore,
     find_sites,
+    find_sites_on,
     is_in_trainers_only,
     make_pods,
 )
@@ -60,6 +61,15 @@ from job_server.training.moves import (
 )
 from job_server.training.pod_exits import finish_unsupervised
 from job_server.training.reports import forget_retired
+from job_server.training.share import (
+    follow,
+    give_way,
+    home_of,
+    patience_deadline,
+    split,
+    stop_overdue,
+    waiting_reason,
+)
 from job_server.training.standby import stand_by
 from job_server.training.views import plain_warning, trainers
 from job_server.training.work import Work
@@ -380,6 +390,8 @@ def start_deadline(job: Job) -> float:
 
 def _cannot_start_yet(work: Work) -> str:
     job = work.job
+    if job.spec.share:
+        return waiting_reason(job)
     if not job.fresh or work.now >= start_deadline(job):
         return ""
     have = len(serving_nodes(job.spec, work.cluster, work.now))
@@ -402,7 +414,12 @@ def grace_deadline(job: Job, cluster: Cluster) -> float:
 
 def _begin_start(work: Work) -> None:
     job = work.job
+    allotted = {} if job.share.allotment is None else job.share.allotment.nodes
     stay = [pod for pod in job.known_pods(job.recovery_pods) if pod.usable]
+    if job.spec.share:
+        stay = list(split(tuple(stay), allotted)[0])
+        if _leaves_its_state(work, {*allotted, *(pod.site.node_id for pod in stay)}):
+            return
     for pod in job.pods:
         if pod.usable and pod not in stay:
             let_go(work, pod.pod_id)
@@ -411,8 +428,15 @@ def _begin_start(work: Work) -> None:
     source = choose_restore(work)
     home = _home(job, stay, source)
     missing = 0 if not home and _goes_on_with(work, len(stay)) else job.target - len(stay)
-    sites = find_sites(work, missing, first=home)
+    if job.spec.share:
+        to_add = split(tuple(stay), allotted)[1] if missing else {}
+        sites = find_sites_on(work, to_add, first=home)
+    else:
+        sites = find_sites(work, missing, first=home)
     size = len(stay) + len(sites)
+    if job.spec.share and size < len(stay) + missing and work.now < patience_deadline(job):
+        work.set(waiting=f"{size} of its {job.target} pods have a place; others give way")
+        return
     if size < job.target and work.now < grace_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back
         return
@@ -427,9 +451,14 @@ def _begin_start(work: Work) -> None:
         )
         return
     starts_on = [pod.site.node_id for pod in stay] + [site.node_id for site in sites]
-    if source is not None and source.spare and home not in starts_on:
-        nodes = serving_nodes(job.spec, work.cluster, work.now)
-        answers = any(view.node.node_id == home for view in nodes)
+    if job.spec.share and _leaves_its_state(work, starts_on):
+        return
+    nodes = serving_nodes(job.spec, work.cluster, work.now)
+    answers = any(view.node.node_id == home for view in nodes)
+    # A shared job starts again far more often than one that a user pauses: it waits for its node.
+    bound = answers and job.spec.share and home == home_of(job)
+    needs_home = source is not None and (source.spare or bound)
+    if source is not None and needs_home and home not in starts_on:
         why = "has no free slots" if answers else "does not answer"
         text = f"step {source.step} is on node {home}, in {source.path}"
         work.set(waiting=f"{text}, and that node {why}")
@@ -441,6 +470,19 @@ def _begin_start(work: Work) -> None:
         cause = active.over if active is not None else None
         reason = "recovery" if cause is None else f"recovery: {cause.text}"
     begin(work, (*stay, *new), way=Way.START, reason=reason, target=job.target)
+
+
+def _leaves_its_state(work: Work, nodes: Collection[str]) -> bool:
+    """Have the newest state written first where none of these nodes holds it in memory."""
+    source = choose_restore(work)
+    if source is None or source.path:
+        return False
+    holders = {pod.site.node_id for pod in work.job.pods if pod.pod_id in source.pods}
+    if not holders.isdisjoint(nodes):
+        return False
+    work.set(goal=Goal.YIELD, halt=None)
+    work.note("its newest state is in the memory of nodes that it is to leave")
+    return True
 
 
 def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
@@ -463,6 +505,9 @@ def _forget_released(work: Work) -> None:
 
 
 def _change(work: Work) -> None:
+    if work.job.spec.share:
+        follow(work)
+        return
     while take_next(work) and not work.job.state.ended:
         pass
 
@@ -498,6 +543,8 @@ RULES: tuple[Callable[[Work], None], ...] = (
     lose_silent,
     count_fenced,
     _succeed,
+    stop_overdue,
+    give_way,
     halt,
     _advance_preparing,
     _unpark,

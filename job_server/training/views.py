@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from job_server.api.wire import (
+    Allotment,
     DesiredState,
     JobPod,
     JobStatus,
@@ -195,7 +196,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
     return JobStatus(
         job_id=job.spec.job_id,
         state=job.state,
-        reason=job.waiting or job.reason,
+        reason=_reason(job),
         revision=revision,
         spec=job.spec,
         stage=job.next_stage - 1 if stage is None else stage.stage,
@@ -221,7 +222,30 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         warnings=tuple(text for text in (plain_warning(job),) if text),
         saving=progress.saving if _is_saving(job) else None,
         saved=job.ending.saved,
+        allotment=_allotment(job),
     )
+
+
+def _reason(job: Job) -> str:
+    allotment = job.share.allotment
+    if job.waiting and allotment is not None and not allotment.pods:
+        return _queue_reason(job, allotment)
+    return job.waiting or job.reason
+
+
+def _queue_reason(job: Job, allotment: Allotment) -> str:
+    """Return why a shared job has what it has; of one that was stopped, also why it was."""
+    decided, now = allotment.reason, job.progress.queue_reason
+    if not now or now == decided:
+        return decided
+    return f"{decided}; {now}" if job.commits and not allotment.pods else now
+
+
+def _allotment(job: Job) -> Allotment | None:
+    allotment = job.share.allotment
+    if allotment is None or job.state.ended:
+        return None
+    return replace(allotment, reason=_queue_reason(job, allotment))
 
 
 def _is_saving(job: Job) -> bool:

@@ -183,15 +183,20 @@ class Story:
 
     Args:
         late: heartbeats of nodes come late, twice or out of order at times.
+        shared: most of the jobs share the nodes.
     """
 
-    def __init__(self, seed: int, folder: Path, *, late: bool = False) -> None:
+    def __init__(
+        self, seed: int, folder: Path, *, late: bool = False, shared: bool = False
+    ) -> None:
+        self.shared = shared
         self.rng = random.Random(seed)
         self.post = random.Random(seed) if late else None
         self.now = 1_000_000.0
         self.up, self.life = False, 0
         self.jobs: list[Submission] = []
         self.told: list[str] = []
+        self.names = ["one", "two", "three", "four"] if shared else ["one", "two"]
         stop_after_s = self.rng.choice([None, None, 5.0])
         self.machines = {
             name: Machine(node(name, slots, job_id=None, stop_after_s=stop_after_s), self.now)
@@ -366,6 +371,9 @@ class Story:
     def submit(self, job_id: str) -> None:
         choose = self.rng.choice
         pods = choose([1, 2, 2, 3])
+        if self.shared and choose([True, True, False]):
+            self.submit_spec(self.shared_spec(job_id))
+            return
         spec = wire.JobSpec(
             job_id=job_id,
             max_pods=3,
@@ -377,10 +385,30 @@ class Story:
             max_preemptions=choose([None, None, 1]),
             keep_failed_s=600.0,
         )
+        self.submit_spec(spec)
+
+    def shared_spec(self, job_id: str, **changes: Any) -> wire.JobSpec:
+        choose = self.rng.choice
+        fields: dict[str, Any] = {
+            "job_id": job_id,
+            "share": True,
+            "min_pods": choose([1, 1, 2]),
+            "max_pods": choose([2, 3, 4]),
+            "priority": choose([0, 0, 0, 1, 2]),
+            "after": choose([(), (), (), ("one",)]) if job_id != "one" else (),
+            "folder": "train",
+            "overlap": choose(["auto", "off", "join"]),
+            "prepare_timeout_s": 10.0,
+            "keep_failed_s": 600.0,
+        }
+        return wire.JobSpec(**{**fields, **changes})
+
+    def submit_spec(self, spec: wire.JobSpec) -> None:
+        """Submit a job, which the server may refuse."""
         if not self.up:
             return
         job = Submission(self, spec)
-        job.has_path = choose([True, False])
+        job.has_path = self.rng.choice([True, False])
         job.job = replace(job.job, submitted_at=self.now)
         self.jobs.append(job)
         with contextlib.suppress(JobServerError), self.request():
@@ -473,9 +501,9 @@ class Story:
         if kind < len(events):
             self.ask(events[kind])
         elif kind == len(events):
-            self.delete(rng.choice(["one", "two"]))
+            self.delete(rng.choice(self.names))
         else:
-            self.submit(rng.choice(["one", "two"]))
+            self.submit(rng.choice(self.names))
 
     def happen(self) -> None:
         chance = self.rng.random()
@@ -500,6 +528,8 @@ class Story:
         for job in self.jobs:
             if job.entry is not None and job.job.state is JobState.PAUSED:
                 self.service.ask(job.job.spec.job_id, ResumeAsked())
+            if job.entry is not None and "or stop this job" in job.status.reason:
+                self.service.ask(job.job.spec.job_id, StopAsked())  # it waits for one that failed
         self.sync()
 
     def finish(self) -> None:

@@ -1,0 +1,307 @@
+"""Decide what each shared job is allotted, from what is true now. Pure.
+
+The server passes through all shared jobs and nodes, and tells each job what is news to it. What
+other jobs hold, and shared ones that cannot be changed now, is foreign load to the allocator.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from job_server.api.wire import JobSpec, JobState, Node
+from job_server.cluster.placement import serves
+from job_server.jobs.events import Allotted
+from job_server.jobs.work import Goal
+from job_server.sharing.allocate import Allocation, JobView, Policy, allocate
+from job_server.sharing.job_types import AnyJob, slots_held
+from job_server.sharing.job_views import NodeUse, job_view, pod_needs
+from job_server.sharing.policies import Fulfilment, Goodput
+from job_server.sharing.resources import NodeRoom, Resources
+from job_server.training.job import Job
+from job_server.training.share import REFUSED_S, count_by_node, finishes
+
+POLICIES: Mapping[str, Policy] = {"goodput": Goodput(), "fulfilment": Fulfilment()}
+STUCK_PATIENCES = 3  # times prepare_timeout_s: slots that are not given back until then are in use
+UNLIMITED = 10**15  # what a node has of something that is not known
+
+
+def takes_part(job: AnyJob) -> bool:
+    """Whether the server may allot pods to the job: it is shared, and neither ends nor pauses."""
+    return (
+        isinstance(job, Job)
+        and job.spec.share
+        and not job.state.ended
+        and job.goal in (Goal.RUN, Goal.YIELD)
+    )
+
+
+def waits_its_turn(job: AnyJob) -> bool:
+    """Whether nothing but an allotment lets the job do anything."""
+    return takes_part(job) and isinstance(job, Job) and not job.pods and not _allotted(job)
+
+
+def share_key(job: AnyJob) -> object:
+    """Return what another decision follows from; None: of this job nothing."""
+    if not isinstance(job, Job) or not job.spec.share:
+        return job.state.ended  # others may wait for it
+    stage = job.active
+    return (
+        job.state.ended,
+        job.goal,
+        job.elastic,
+        job.cut_off,
+        job.done,
+        stage is not None and stage.committed and stage.over is None,
+        job.share.most,
+        job.share.refused_at,
+        not job.pods,
+    )
+
+
+def decide(
+    policy: Policy, jobs: Sequence[AnyJob], nodes: Sequence[NodeUse], now: float
+) -> list[tuple[str, Allotted]]:
+    """Return what is news to shared jobs, by job id; those that have less come first."""
+    shared = [job for job in jobs if isinstance(job, Job) and takes_part(job)]
+    states = {job.spec.job_id: job.state for job in jobs}
+    met = {job.spec.job_id: _met(job, states) for job in shared}
+    free = [job for job in shared if not is_fixed(job, now)]
+    found: dict[str, Allocation] = {}
+    views: list[JobView] = []
+    served = _Served([use.node for use in nodes if use.alive])
+    for job in free:
+        job_id = job.spec.job_id
+        why = _waits_for(job, states, met[job_id]) or served.why_not(job.spec)
+        if why and not _allotted(job):
+            found[job_id] = Allocation(placed={}, reason=why)
+        else:
+            views.append(job_view(job, served.nodes_of(job.spec), served.ids, now))
+    rooms = rooms_of(jobs, free, nodes, now)
+    found |= allocate(policy, views, rooms, now)
+    news = []
+    for job in free:
+        allocation = found[job.spec.job_id]
+        event = Allotted(allocation.placed, allocation.reason, met[job.spec.job_id])
+        if _is_news(job, event):
+            news.append((job, event))
+    news.sort(key=lambda each: not _gives(*each))
+    return [(job.spec.job_id, event) for job, event in news]
+
+
+def is_fixed(job: Job, now: float) -> bool:
+    """Whether a job keeps what it has for now.
+
+    Nobody can reach it; it is about to end; it could not be stopped just now; or its trainers are
+    not known to be elastic, so a change would start them afresh.
+    """
+    stage = job.active
+    runs = stage is not None and stage.committed and stage.over is None
+    refused = job.share.refused_at > 0 and now < job.share.refused_at + REFUSED_S
+    return job.cut_off or finishes(job) or refused or (runs and not job.elastic)
+
+
+def rooms_of(
+    jobs: Iterable[AnyJob], free: Sequence[Job], nodes: Iterable[NodeUse], now: float
+) -> list[NodeRoom]:
+    """Return the nodes as the allocator sees them.
+
+    One whose client is silent has room for the pods that are heard all the same, and no more.
+
+    Args:
+        free: the jobs that it decides on; what others hold is foreign.
+    """
+    held: dict[str, set[int]] = {}  # node -> slots
+    needs: dict[str, list[int]] = {}  # node -> CPU, memory
+    decided = frozenset(job.spec.job_id for job in free)
+    for job in jobs:
+        is_free = job.spec.job_id in decided
+        for node_id, slots in slots_held(job).items():
+            if is_free:
+                slots = _stuck(job, node_id, slots, now)
+            held.setdefault(node_id, set()).update(slots)
+            need = needs.setdefault(node_id, [0, 0])
+            if isinstance(job, Job):
+                need[0] += len(slots) * job.spec.cpu_milli
+                need[1] += len(slots) * job.spec.memory_mb
+    heard: dict[str, int] = {}  # node -> slots of pods that no job has given up
+    for job in free:
+        pods = count_by_node(pod.site.node_id for pod in job.pods if pod.usable)
+        for node_id, count in pods.items():
+            heard[node_id] = heard.get(node_id, 0) + count * job.spec.slots_per_pod
+    rooms = []
+    for use in nodes:
+        node_id = use.node.node_id
+        if use.alive:
+            rooms.append(_room(use, held.get(node_id, set()), needs.get(node_id, [0, 0])))
+        elif node_id in heard:
+            capacity = Resources(heard[node_id], UNLIMITED, UNLIMITED)
+            rooms.append(NodeRoom(node_id=node_id, capacity=capacity))
+    return rooms
+
+
+def _room(use: NodeUse, held: set[int], needs: Sequence[int]) -> NodeRoom:
+    node, report = use.node, use.report
+    usable = {slot.index for slot in node.slots if slot.usable}
+    strangers = {each.index for each in report.slots if each.stranger} if report else set()
+    others = len(usable & (held | strangers))
+    if use.limit is not None:
+        others = max(others, len(usable) - use.limit)
+    return NodeRoom(
+        node_id=node.node_id,
+        capacity=Resources(
+            slots=len(usable),
+            cpu_milli=node.cpu_milli or UNLIMITED,
+            memory_mb=node.memory_mb or UNLIMITED,
+        ),
+        foreign=Resources(
+            slots=others,
+            cpu_milli=use.foreign_cpu_milli + needs[0],
+            memory_mb=use.foreign_memory_mb + needs[1],
+        ),
+    )
+
+
+def _stuck(job: AnyJob, node_id: str, slots: frozenset[int], now: float) -> frozenset[int]:
+    """Return the slots that the job should have given back long ago."""
+    allotment = job.share.allotment if isinstance(job, Job) else None
+    if not isinstance(job, Job) or allotment is None:
+        return frozenset()
+    if now < allotment.since + STUCK_PATIENCES * job.spec.prepare_timeout_s:
+        return frozenset()
+    own = allotment.nodes.get(node_id, 0) * job.spec.slots_per_pod
+    return frozenset(sorted(slots)[own:])
+
+
+def why_never(spec: JobSpec, nodes: Iterable[NodeUse]) -> str:
+    """Return why the nodes could not run the job's least if they had nothing else to do.
+
+    "": they could, or none serves it yet.
+    """
+    fits, parts = 0, []
+    for use in nodes:
+        if not use.alive or not serves(spec, use.node):
+            continue
+        room = _room(use, set(), (0, 0))
+        each = pod_needs(spec)
+        have = room.capacity.slots
+        if use.limit is not None:
+            have = min(have, use.limit)
+        pods = have // each.slots
+        for kind in ("cpu_milli", "memory_mb"):
+            if getattr(each, kind):
+                pods = min(pods, getattr(room.capacity, kind) // getattr(each, kind))
+        fits += pods
+        parts.append(_shown(use, have))
+    if not parts or fits >= spec.min_pods:
+        return ""
+    return (
+        f"min_pods: {spec.min_pods} pods of {_needs(spec)} each are more than the cluster has: "
+        f"{fits} fit; {'; '.join(parts)}"
+    )
+
+
+def _needs(spec: JobSpec) -> str:
+    each = pod_needs(spec)
+    parts = ["1 slot" if each.slots == 1 else f"{each.slots} slots"]
+    if each.cpu_milli:
+        parts.append(f"{each.cpu_milli / 1000:g} cores")
+    if each.memory_mb:
+        parts.append(f"{each.memory_mb} MB")
+    return ", ".join(parts)
+
+
+def _shown(use: NodeUse, slots: int) -> str:
+    node = use.node
+    text = f"{node.node_id} has {'1 slot' if slots == 1 else f'{slots} slots'}"
+    if use.limit is not None:
+        text += " for shared jobs"
+    if node.cpu_milli:
+        text += f", {node.cpu_milli / 1000:g} cores"
+    if node.memory_mb:
+        text += f", {node.memory_mb} MB"
+    return text
+
+
+def why_not_after(spec: JobSpec, states: Mapping[str, JobState]) -> str:
+    """Return why a job that is submitted now could never follow its `after`; "": it may."""
+    for other in spec.after:
+        if other not in states:
+            return f"after: there is no job {other!r}; submit it first"
+        if states[other].ended and states[other] is not JobState.SUCCEEDED:
+            return (
+                f"after: job {other!r} has {states[other].value}, so it never succeeds; submit it "
+                "again under another name, and name that"
+            )
+    return ""
+
+
+def _met(job: Job, states: Mapping[str, JobState]) -> tuple[str, ...]:
+    """Return the jobs of `after` that have succeeded; one that is forgotten since has as well."""
+    return tuple(
+        other
+        for other in job.spec.after
+        if other in job.share.met or states.get(other) is JobState.SUCCEEDED
+    )
+
+
+def _waits_for(job: Job, states: Mapping[str, JobState], met: tuple[str, ...]) -> str:
+    parts = []
+    for other in job.spec.after:
+        state = states.get(other)
+        if other in met:
+            continue
+        if state is None or state.ended:
+            what = "of which there is none any more" if state is None else f"which is {state.value}"
+            parts.append(f"{other}, {what}: submit it again, or stop this job")
+        else:
+            parts.append(other)
+    return f"waits for the success of {'; of '.join(parts)}" if parts else ""
+
+
+def _allotted(job: Job) -> bool:
+    allotment = job.share.allotment
+    return allotment is not None and allotment.pods > 0
+
+
+def _is_news(job: Job, event: Allotted) -> bool:
+    allotment = job.share.allotment
+    if event.met != job.share.met or allotment is None:
+        return True
+    if allotment.nodes != dict(event.nodes):
+        return True
+    return not event.nodes and event.reason != job.progress.queue_reason
+
+
+def _gives(job: Job, event: Allotted) -> bool:
+    allotment = job.share.allotment
+    before = {} if allotment is None else allotment.nodes
+    return any(pods > event.nodes.get(node_id, 0) for node_id, pods in before.items())
+
+
+class _Served:
+    """Which nodes can run which jobs."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+        self.ids = frozenset(node.node_id for node in nodes)
+        self._own = {node.job_id for node in nodes if node.job_id is not None}
+        self._by_folder: dict[str | None, frozenset[str]] = {}
+
+    def _found(self, spec: JobSpec) -> frozenset[str]:
+        if spec.job_id in self._own:
+            return frozenset(node.node_id for node in self._nodes if serves(spec, node))
+        if spec.folder not in self._by_folder:
+            self._by_folder[spec.folder] = frozenset(
+                node.node_id for node in self._nodes if serves(spec, node)
+            )
+        return self._by_folder[spec.folder]
+
+    def nodes_of(self, spec: JobSpec) -> frozenset[str] | None:
+        """Return the nodes that can run the job; None: all."""
+        found = self._found(spec)
+        return None if len(found) == len(self._nodes) else found
+
+    def why_not(self, spec: JobSpec) -> str:
+        if self._found(spec):
+            return ""
+        if spec.folder is None:
+            return f"no job client serves this job; start one with PADDLE_JOB_ID={spec.job_id}"
+        return f"no job client has the folder {spec.folder!r} in its --jobs_dir"

@@ -1,0 +1,309 @@
+"""Shared jobs give way to each other: real service, database and client; trainers and time are not.
+
+The nodes are a and b with two slots each, and c with one.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_server.api import wire
+from job_server.api.errors import BadRequest, Conflict
+from job_server.api.wire import JobState, JobStatus, Resize
+from job_server.jobs.events import PauseAsked, ResizeAsked, ResumeAsked, StopAsked
+from job_server.sharing import decide
+from tests.job_server.stories import Story, Submission
+
+LONG = 4000  # steps
+
+
+class SharedCluster(Story):
+    """Several shared jobs; nothing goes wrong unless a test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(1, folder, shared=True)
+        for machine in self.machines.values():
+            machine.node = replace(machine.node, stop_after_s=None)
+        self.round()
+
+    def add(self, job_id: str, least: int, most: int, *, steps: int = LONG, **more: Any) -> None:
+        fields: dict[str, Any] = {"priority": 0, "after": (), "overlap": "auto", **more}
+        self.submit_spec(self.shared_spec(job_id, min_pods=least, max_pods=most, **fields))
+        self.job(job_id).total_steps = steps
+
+    def job(self, job_id: str) -> Submission:
+        return next(each for each in reversed(self.jobs) if each.job.spec.job_id == job_id)
+
+    def status(self, job_id: str) -> JobStatus:
+        self.sync()
+        return self.job(job_id).status
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.round()
+
+    def sizes(self) -> dict[str, int]:
+        """How many pods train, by job."""
+        found = {}
+        for each in self.jobs:
+            stage = each.job.active
+            runs = each.job.state is JobState.RUNNING and stage is not None
+            found[each.job.spec.job_id] = len(stage.members) if runs and stage else 0
+        return found
+
+    def events(self, job_id: str) -> list[str]:
+        return [each.text for each in self.service.last_events(job_id, 1000)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[SharedCluster]:
+    caplog.set_level(logging.ERROR)
+    made = SharedCluster(tmp_path)
+    try:
+        yield made
+        for job in made.jobs:
+            job.check_json()
+    finally:
+        made.end_server(kill=True)
+
+
+def no_step_is_lost(cluster: SharedCluster, job_id: str) -> None:
+    status = cluster.status(job_id)
+    assert status.redone_steps == 0
+    made = [each for each in status.stages if each.first_step is not None]
+    for one, other in itertools.pairwise(made):
+        assert one.last_step is not None
+        assert other.first_step == one.last_step + 1
+    assert (status.failures, status.preemptions, status.resizes) == (0, 0, 0)
+
+
+def test_one_job_takes_what_it_may_and_gives_way_to_others(cluster):
+    cluster.add("one", 1, 5)
+    cluster.run(20)
+    assert cluster.sizes() == {"one": 5}
+    cluster.add("two", 2, 5)
+    cluster.run(40)
+    sizes = cluster.sizes()
+    assert sum(sizes.values()) == 5
+    assert sizes["one"] >= 1
+    assert sizes["two"] >= 2
+    assert any("gives way to two" in text for text in cluster.events("one"))
+    cluster.add("three", 1, 1, steps=40)
+    cluster.run(15)
+    assert cluster.sizes()["three"] == 1
+    cluster.run(60)
+    assert cluster.status("three").state is JobState.SUCCEEDED
+    sizes = cluster.sizes()
+    assert sizes["one"] + sizes["two"] == 5
+    for job_id in ("one", "two", "three"):
+        no_step_is_lost(cluster, job_id)
+
+
+def test_a_higher_priority_stops_a_job_which_goes_on_by_itself_from_its_state(cluster):
+    cluster.add("low", 5, 5)
+    cluster.run(20)
+    assert cluster.sizes() == {"low": 5}
+    cluster.add("high", 2, 2, priority=1, steps=40)
+    cluster.run(20)
+    low = cluster.status("low")
+    assert low.state is JobState.WAITING
+    assert low.reason == (
+        "stopped for high, whose priority is higher; waits: no room for its least, 5"
+    )
+    assert low.saved is not None
+    assert low.saved.step == low.step
+    assert low.allotment is not None
+    assert low.allotment.pods == 0
+    assert cluster.sizes() == {"low": 0, "high": 2}
+    cluster.run(60)
+    assert cluster.status("high").state is JobState.SUCCEEDED
+    assert cluster.sizes()["low"] == 5
+    no_step_is_lost(cluster, "low")
+
+
+def test_a_job_whose_state_cannot_be_written_is_not_stopped_and_the_other_one_waits(cluster):
+    cluster.add("low", 5, 5)
+    low = cluster.job("low")
+    low.full = {"a", "b", "c", "path"}
+    cluster.run(20)
+    cluster.add("high", 2, 2, priority=1)
+    cluster.run(100)
+    assert cluster.sizes() == {"low": 5, "high": 0}
+    assert cluster.status("low").allotment.reason.startswith("cannot be stopped: the state of step")
+    assert cluster.status("high").reason == "waits: no room for its least, 2"
+    refusals = [text for text in cluster.events("low") if "not stopped" in text]
+    assert len(refusals) == 1  # it is left alone for ten minutes
+    low.full.clear()
+    cluster.run(700)
+    assert cluster.sizes() == {"low": 0, "high": 2}
+    no_step_is_lost(cluster, "low")
+
+
+def test_a_job_starts_after_those_that_it_names_even_if_they_are_forgotten_since(cluster):
+    with pytest.raises(BadRequest, match="after: there is no job 'first'; submit it first"):
+        cluster.service.submit(cluster.shared_spec("x", after=("first",)))
+    cluster.add("first", 1, 1, steps=30)
+    cluster.add("second", 5, 5, steps=LONG)
+    cluster.add("third", 1, 1, after=("first", "second"))
+    cluster.run(60)
+    assert cluster.status("first").state is JobState.SUCCEEDED
+    assert cluster.status("third").reason == "waits for the success of second"
+    cluster.service.delete("first")
+    cluster.job("second").total_steps = 200
+    cluster.run(200)
+    assert cluster.status("second").state is JobState.SUCCEEDED
+    assert cluster.sizes()["third"] == 1
+
+
+def test_a_job_after_one_that_failed_says_so_and_waits(cluster):
+    cluster.add("first", 1, 1)
+    cluster.add("second", 1, 1, after=("first",))
+    cluster.run(10)
+    cluster.service.ask("first", StopAsked())
+    cluster.run(20)
+    assert cluster.status("second").reason == (
+        "waits for the success of first, which is STOPPED: submit it again, or stop this job"
+    )
+    with pytest.raises(BadRequest, match="after: job 'first' has STOPPED, so it never succeeds"):
+        cluster.service.submit(cluster.shared_spec("x", after=("first",)))
+
+
+def test_a_job_is_stopped_with_its_state_when_it_has_run_for_its_time(cluster):
+    cluster.add("job", 5, 5, max_run_time_s=60.0)
+    cluster.run(30)
+    cluster.add("high", 5, 5, priority=1, steps=100)
+    cluster.run(30)
+    assert cluster.status("job").state is JobState.WAITING  # that does not count
+    cluster.run(120)
+    status = cluster.status("job")
+    assert status.state is JobState.STOPPED
+    assert status.reason.startswith(
+        "STOPPED: it has run for its max_run_time_s of 1 min 0 s; step "
+    )
+    assert status.saved is not None
+    account = status.account
+    ran_s = account.total_s - account.waiting_s - account.paused_s
+    assert 60.0 <= ran_s < 62.0
+
+
+def test_users_pause_resume_and_limit_a_shared_job(cluster):
+    cluster.add("job", 1, 5)
+    cluster.add("other", 1, 5)
+    cluster.run(60)
+    cluster.service.ask("job", PauseAsked())
+    cluster.run(60)
+    assert cluster.status("job").state is JobState.PAUSED
+    assert cluster.status("job").allotment is None
+    assert cluster.sizes() == {"job": 0, "other": 5}
+    cluster.service.ask("job", ResumeAsked())
+    cluster.run(60)
+    sizes = cluster.sizes()
+    assert min(sizes.values()) >= 1
+    assert sum(sizes.values()) == 5
+    cluster.service.ask("job", ResizeAsked(Resize(pods=1)))
+    cluster.run(60)
+    assert cluster.sizes() == {"job": 1, "other": 4}
+    with pytest.raises(Conflict, match=r"pods: 6 pods are above the job's max_pods \(5\)"):
+        cluster.service.ask("job", ResizeAsked(Resize(pods=6)))
+    no_step_is_lost(cluster, "job")
+
+
+def test_a_limit_of_a_node_takes_trainers_off_it(cluster):
+    cluster.add("job", 1, 5)
+    cluster.run(20)
+    assert cluster.sizes() == {"job": 5}
+    cluster.service.limit_node("a", wire.NodeLimit(slots=0))
+    cluster.run(30)
+    assert cluster.sizes() == {"job": 3}
+    assert cluster.status("job").allotment.nodes == {"b": 2, "c": 1}
+    cluster.service.limit_node("a", wire.NodeLimit(slots=None))
+    cluster.run(30)
+    assert cluster.sizes() == {"job": 5}
+    no_step_is_lost(cluster, "job")
+
+
+def test_a_job_moves_off_its_node_with_its_state_written_first(cluster):
+    for name in ("b", "c"):
+        cluster.service.limit_node(name, wire.NodeLimit(slots=0))
+    cluster.add("job", 1, 2)
+    cluster.run(20)
+    assert cluster.status("job").allotment.nodes == {"a": 2}
+    cluster.service.limit_node("b", wire.NodeLimit(slots=None))
+    cluster.service.limit_node("a", wire.NodeLimit(slots=0))
+    cluster.run(30)
+    status = cluster.status("job")
+    assert status.allotment.nodes == {"b": 2} or status.state is JobState.WAITING
+    no_step_is_lost(cluster, "job")
+
+
+def test_jobs_that_are_not_shared_keep_their_slots(cluster):
+    spec = wire.JobSpec(job_id="own", max_pods=3, folder="train", prepare_timeout_s=10.0)
+    cluster.submit_spec(spec)
+    cluster.job("own").total_steps = LONG
+    cluster.run(10)
+    cluster.add("shared", 1, 5, priority=1000)
+    cluster.run(30)
+    assert cluster.sizes() == {"own": 3, "shared": 2}
+    cluster.service.ask("own", ResizeAsked(Resize(pods=1)))
+    cluster.run(30)
+    assert cluster.sizes() == {"own": 1, "shared": 4}
+    no_step_is_lost(cluster, "shared")
+
+
+def test_what_the_cluster_never_has_is_refused_with_the_numbers(cluster):
+    with pytest.raises(BadRequest) as refused:
+        cluster.service.submit(cluster.shared_spec("big", after=(), min_pods=6, max_pods=6))
+    assert str(refused.value) == (
+        "min_pods: 6 pods of 1 slot each are more than the cluster has: 5 fit; a has 2 slots; "
+        "b has 2 slots; c has 1 slot"
+    )
+    with pytest.raises(BadRequest, match=r"4 pods of 2 slots each .* 2 fit; a has 2 slots"):
+        cluster.service.submit(
+            cluster.shared_spec("big", after=(), min_pods=4, max_pods=4, slots_per_pod=2)
+        )
+    cluster.service.limit_node("a", wire.NodeLimit(slots=1))
+    with pytest.raises(BadRequest, match="4 fit; a has 1 slot for shared jobs; b has 2 slots"):
+        cluster.service.submit(cluster.shared_spec("big", after=(), min_pods=5, max_pods=5))
+
+
+@pytest.mark.parametrize("at_s", [3.0, 20.0, 22.0, 24.0, 40.0])
+def test_a_server_that_is_killed_knows_afterwards_what_it_has_allotted(cluster, at_s):
+    cluster.add("low", 2, 5)
+    cluster.add("lower", 2, 3, priority=-1)
+    cluster.run(min(at_s, 20.0))
+    cluster.add("high", 3, 3, priority=1, steps=60)
+    cluster.run(max(at_s - 20.0, 0.0))
+    cluster.end_server(kill=True)
+    cluster.run(2.0)
+    cluster.start_server()
+    cluster.run(150)
+    assert cluster.status("high").state is JobState.SUCCEEDED
+    sizes = cluster.sizes()
+    assert sizes["low"] + sizes["lower"] == 5
+    for job_id in ("low", "lower", "high"):
+        assert cluster.status(job_id).failures == 0
+
+
+def test_shared_jobs_come_to_rest_and_heartbeats_decide_nothing(cluster, monkeypatch):
+    decided = []
+    real = decide.decide
+
+    def counted(*args: Any) -> Any:
+        found = real(*args)
+        decided.append(found)
+        return found
+
+    monkeypatch.setattr("job_server.server.engine.decide", counted)
+    for job_id, least, most in (("a", 1, 5), ("b", 2, 3), ("c", 1, 2), ("d", 3, 3)):
+        cluster.add(job_id, least, most)
+    cluster.run(300)
+    decided.clear()
+    cluster.run(100)
+    assert not any(decided), "it never comes to rest"
+    assert len(decided) <= 21  # one every five seconds, not one for each of 1,000 reports

@@ -92,7 +92,8 @@ def explanation_json(job_id: str, explanation: Explanation) -> dict[str, Any]:
 def explain_other(status: wire.JobStatus) -> Explanation:
     """Return what there is to say of a job that has ended, or that does not share the cluster."""
     if status.state.ended:
-        text = f"{status.job_id} has {status.state.value}: {status.reason}"
+        why = status.reason.removeprefix(f"{status.state.value}: ")
+        text = f"{status.job_id} has {status.state.value}: {why}"
     else:
         text = (
             f"{status.job_id} does not share the cluster, it has {len(status.pods)} of "

@@ -74,7 +74,7 @@ def summarize(
 def outlook_text(job: SharedJob, outlook: Outlook) -> str:
     """Return what comes next of a job, in a few words: `starts in 12 min`."""
     if job.nodes or job.state in _HALTED:
-        return "" if outlook.ends_in_s is None else f"ends in {roughly(outlook.ends_in_s)}"
+        return "" if outlook.ends_in_s is None else f"ends {_in(outlook).replace('about ', '')}"
     if outlook.starts_in_s is None:
         return ""
     return "starts now" if outlook.starts_in_s < 1 else f"starts in {roughly(outlook.starts_in_s)}"
@@ -106,7 +106,7 @@ def _facts_waiting(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
         waiting = sum(_queues(other) for other in sharing.jobs)
         facts.append(("place", f"{len(_before(sharing, job)) + 1} of {waiting} that wait"))
     if outlook.starts_in_s is not None and outlook.ends_in_s is not None:
-        facts.append(("ends", f"in about {roughly(outlook.ends_in_s)}"))
+        facts.append(("ends", _in(outlook)))
     if job.started_at is not None:
         facts.append(("its state", "is kept: it goes on after its last step"))
     facts += [("sooner", text) for text in _sooner(sharing, job)]
@@ -143,25 +143,38 @@ def _missing(sharing: Sharing, job: SharedJob) -> str:
     left = _left(sharing, nodes)
     free = sum(each.slots for each in left)
     text = f"needs {need}, {free} {'is' if free == 1 else 'are'} free{_limits(nodes)}"
-    if free >= least:
-        text += _shortage(job, left)
-    text += _first_for(sharing, job)
+    if free >= least and max(each.slots for each in left) < job.slots_per_pod:
+        text += ", but no node has enough of them for a pod"
+    text += _lacking(sharing, job) + _first_for(sharing, job)
     holders = _holders(sharing, job, nodes)
     return f"{text}; {holders}" if holders else text
 
 
-def _shortage(job: SharedJob, left: Sequence[Resources]) -> str:
-    """Say of what there is too little, though there are slots enough."""
-    each = need_of(job)
-    roomy = [amounts for amounts in left if amounts.slots >= each.slots]
-    if not roomy:
-        return ", but no node has enough of them for a pod"
-    memory, cpu = max(one.memory_mb for one in roomy), max(one.cpu_milli for one in roomy)
-    if memory < each.memory_mb:
-        return f", but a pod needs {_gb(each.memory_mb)} of memory and {_gb(memory)} are left"
-    if cpu < each.cpu_milli:
-        return f", but a pod needs {_cores(each.cpu_milli)} and {_cores(cpu)} are left"
+def _lacking(sharing: Sharing, job: SharedJob) -> str:
+    """Say of what else than slots there is too little, if it is that for which it does not run."""
+    each, left = need_of(job), _left(sharing, nodes_for(sharing, job))
+    memory, cpu = max(one.memory_mb for one in left), max(one.cpu_milli for one in left)
+    of_memory = f"{_gb(each.memory_mb)} of memory, of which {_gb(memory)} are left"
+    of_cpu = (
+        f"{_cores(each.cpu_milli)}, of which {_cores(cpu)} {'is' if cpu == 1000 else 'are'} left"
+    )
+    for spared, text in (
+        (replace(job, memory_mb=0), of_memory),
+        (replace(job, cpu_milli=0), of_cpu),
+        (replace(job, memory_mb=0, cpu_milli=0), f"{of_memory}, and {of_cpu}"),
+    ):
+        if spared != job and fits_now(_with(sharing, spared), job.job_id):
+            return f", but a pod needs {text}"
     return ""
+
+
+def _own(sharing: Sharing, job: SharedJob) -> bool:
+    """Say whether shared jobs use any of what it counts, beside slots."""
+    each = need_of(job)
+    return any(
+        (each.memory_mb and other.memory_mb) or (each.cpu_milli and other.cpu_milli)
+        for other in _running_jobs(sharing)
+    )
 
 
 def _first_for(sharing: Sharing, job: SharedJob) -> str:
@@ -235,6 +248,8 @@ def _when(
     behind = [other for other in sharing.jobs if other.job_id in job.after]
     unknown = [o.job_id for o in behind or _running_jobs(sharing) if _is_endless(o)]
     if outlook.starts_in_s is None:
+        if not job.after and _lacking(sharing, job) and not _own(sharing, job):
+            return "it starts when other programs use less of that"
         if unknown:
             take = "takes" if len(unknown) == 1 else "take"
             return f"when it starts is not known, as how long {listed(unknown)} {take} is not yet"
@@ -291,13 +306,19 @@ def _sooner(sharing: Sharing, job: SharedJob) -> list[str]:
 
 
 def _running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> str:
-    has = f"{job.job_id} runs with {counted(job.allotted, 'pod')}"
+    many = counted(job.allotted, "pod")
     if job.min_pods != job.max_pods:
-        has += f" ({range_text(job)})"
-    has += f" since {roughly(sharing.now - job.since)}"
+        many += f" ({range_text(job)})"
+    since = f"since {roughly(sharing.now - job.since)}"
+    if not job.pods:
+        has = f"{job.job_id} is about to start with {many}, {since}"
+    elif job.pods != job.allotted:
+        has = f"{job.job_id} goes from {job.pods} to {many}, {since}"
+    else:
+        has = f"{job.job_id} runs with {many} {since}"
     parts = [f"{has}: {job.reason}" if job.reason else has, _why_not_more(sharing, job)]
     if outlook.ends_in_s is not None:
-        parts.append(f"it ends in about {roughly(outlook.ends_in_s)}")
+        parts.append(f"it ends {_in(outlook)}")
     return "; ".join(part for part in parts if part)
 
 
@@ -311,8 +332,8 @@ def _facts_running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
     ]
     if outlook.ends_in_s is None:
         facts.append(("ends", "not known: it has made too few steps, or does not say how many"))
-    elif job.run_time_left_s is not None and outlook.ends_in_s > job.run_time_left_s - 1:
-        facts.append(("ends", f"in {roughly(outlook.ends_in_s)} by its max_run_time"))
+    elif outlook.by_run_time:
+        facts.append(("ends", "by its max_run_time then, if its training does not before"))
     return tuple(fact for fact in facts if fact[1])
 
 
@@ -326,7 +347,7 @@ def _why_not_more(sharing: Sharing, job: SharedJob) -> str:
     left = _left(sharing, nodes)
     free = sum(each.slots for each in left)
     if free >= job.slots_per_pod:
-        return f"{counted(free, 'slot')} {'is' if free == 1 else 'are'} free{_shortage(job, left)}"
+        return f"{counted(free, 'slot')} {'is' if free == 1 else 'are'} free, but not for it"
     return f"no slot is free for more{_limits(nodes)}"
 
 
@@ -339,6 +360,11 @@ def _speed(job: SharedJob) -> str:
         factor = time.seconds(job.allotted) / time.seconds(job.max_pods)
         text += f"; {job.max_pods} would be about {factor:.1f} times as fast as {job.allotted}"
     return text
+
+
+def _in(outlook: Outlook) -> str:
+    assert outlook.ends_in_s is not None
+    return f"{'within' if outlook.by_run_time else 'in about'} {roughly(outlook.ends_in_s)}"
 
 
 # --- of both --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Outlook:
     starts_in_s: float | None = None  # 0: it runs, or is about to; None: it cannot be foreseen
     ends_in_s: float | None = None  # None: as above
     once: tuple[str, ...] = ()  # it starts once these jobs have ended, in this order
+    by_run_time: bool = False  # it ends then because it may not run for longer
 
 
 @dataclass(slots=True)
@@ -215,4 +216,9 @@ def _apply(each: _Live, decided: Allocation, now: float) -> bool:
 
 
 def _outlook(each: _Live, ends_in_s: float | None) -> Outlook:
-    return Outlook(starts_in_s=each.starts_in_s, ends_in_s=ends_in_s, once=each.once)
+    return Outlook(
+        starts_in_s=each.starts_in_s,
+        ends_in_s=ends_in_s,
+        once=each.once,
+        by_run_time=ends_in_s is not None and each.left > _SAME_S,
+    )

@@ -120,11 +120,23 @@ def test_slots_that_are_of_no_use_are_named_with_what_lacks():
         in of(cluster(wide, spread, nodes=two), "p")
     )
     node = shared_node(memory_mb=10_000, memory_used_mb=4000, cpu_milli=4000, cpu_used_milli=3000)
-    assert "8 are free, but a pod needs 8 GB of memory and 6 GB are left" in of(
+    assert "8 are free, but a pod needs 8 GB of memory, of which 6 GB are left" in of(
         cluster(shared_job("m", memory_mb=8000), nodes=(node,)), "m"
     )
-    assert "8 are free, but a pod needs 2.5 CPUs and 1 CPU are left" in of(
+    assert "8 are free, but a pod needs 2.5 CPUs, of which 1 CPU is left" in of(
         cluster(shared_job("c", cpu_milli=2500), nodes=(node,)), "c"
+    )
+
+
+def test_what_lacks_beside_slots_is_named_though_others_would_give_way():
+    node = shared_node(memory_mb=10_000, cpu_milli=2000, cpu_used_milli=1900)
+    soft = shared_job("soft", 8, min_pods=1)
+    text = of(cluster(soft, shared_job("c", cpu_milli=500), nodes=(node,)), "c")
+    assert "0 are free, but a pod needs 0.5 CPUs, of which 0.1 CPUs are left" in text
+    assert text.endswith("; it starts when other programs use less of that")
+    both = shared_job("both", cpu_milli=500, memory_mb=20_000)
+    assert "a pod needs 20 GB of memory, of which 10 GB are left, and 0.5 CPUs, of which" in of(
+        cluster(soft, both, nodes=(node,)), "both"
     )
 
 
@@ -140,6 +152,23 @@ def test_a_job_that_runs_says_why_so_many_and_why_not_more():
     assert shown["speed"] == "0.2 s a step with 4; 8 would be about 1.6 times as fast as 4"
     assert shown["where"] == "4 on a"
     assert shown["beside"] == "train-b 4"
+
+
+def test_a_job_on_its_way_to_what_it_is_to_have_says_so():
+    start = replace(shared_job("a", 2, reason="starts with its least, 2"), pods=0)
+    assert of(cluster(start), "a").startswith(
+        "a is about to start with 2 pods (1 to 8), since 4 min: starts with its least, 2"
+    )
+    shrink = replace(shared_job("a", 2), pods=4)
+    assert of(cluster(shrink), "a").startswith("a goes from 4 to 2 pods (1 to 8), since 4 min")
+
+
+def test_an_end_by_max_run_time_is_the_latest_one():
+    sharing = cluster(shared_job("a", 8, run_time_left_s=7200.0))
+    assert "; it ends within 2 h" in of(sharing, "a")
+    assert outlook_text(sharing.jobs[0], foresee(sharing)["a"]) == "ends within 2 h"
+    known = cluster(shared_job("a", 8, run_time_left_s=7200.0, remaining_s=800.0))
+    assert outlook_text(known.jobs[0], foresee(known)["a"]) == "ends in 2 min"
 
 
 def test_the_queue_says_what_comes_next_of_each():

@@ -228,6 +228,9 @@ class SnapshotRef(Message, frozen=True, kw_only=True):
     digest: str = ""  # of the layout: names, shapes and types
     serial: Int = 0  # states of one stage in order; what follows an epoch shares its last step
 
+    def __post_init__(self) -> None:
+        check_range("snapshot.stage", self.stage, 0, 2 * MAX_STAGE)  # the job's next one is higher
+
 
 class PodState(Message, frozen=True, kw_only=True):
     pod_id: str

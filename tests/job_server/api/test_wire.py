@@ -10,6 +10,7 @@ import pytest
 from job_server.api import wire
 from job_server.api.codec import MAX_INT, WireError, decode, encode, from_json, to_json
 from job_server.api.wire import (
+    MAX_STAGE,
     Attach,
     JobSpec,
     Node,
@@ -30,6 +31,13 @@ HUGE = 10**400
 def test_a_number_out_of_range_is_refused_by_the_name_of_its_field(value):
     with pytest.raises(WireError, match="port_low: must be between 1 and 2, got"):
         check_range("port_low", value, 1, 2)
+
+
+@pytest.mark.parametrize("stage", [-1, 2 * MAX_STAGE + 1, MAX_INT])
+def test_a_state_of_a_stage_that_cannot_be_is_refused_as_later_stages_count_on(stage):
+    report = to_json({"kind": "progress", "stage": 1, "snapshot": {"stage": stage, "step": 1}})
+    with pytest.raises(WireError, match="snapshot.stage: must be between 0 and"):
+        from_json(PodReport, report)
 
 
 @pytest.mark.parametrize("value", [HUGE, -HUGE, MAX_INT + 1, -MAX_INT - 1])

@@ -59,7 +59,10 @@ def prepare(folder: Path, pod: NodePod) -> None:
 
 def is_gone(folder: Path) -> bool:
     """Return whether somebody has deleted the folder of a pod that was prepared."""
-    return not (folder / "pod.json").exists()
+    try:
+        return not (folder / "pod.json").exists()
+    except OSError:  # the disk or the file server is in trouble: nobody can tell now
+        return False
 
 
 def release(folder: Path) -> None:

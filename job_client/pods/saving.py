@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from job_client.threads import start_thread
 from job_server.api.wire import Save, SavePhase, SaveState, WireError, decode
 from pod_runtime import env, shim_wire
 
@@ -53,7 +54,7 @@ class SaveAttempt:
         self._thread = threading.Thread(target=self._run, name="saving", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def cancel(self) -> None:
         """Kill the writer; `is_over` is true once it is dead. `state` stays as it is."""

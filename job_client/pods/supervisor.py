@@ -19,6 +19,7 @@ from job_client.pods import folders, pod_folder, shims
 from job_client.pods.pod_folder import ShimProcess
 from job_client.pods.saving import SaveAttempt
 from job_client.reconcile import LocalPod
+from job_client.threads import start_thread
 from job_server.api.wire import (
     NodePod,
     PodPhase,
@@ -302,7 +303,8 @@ class PodSupervisor:
     def _spawn(self, work: Callable[[], None]) -> None:
         # Daemons: with --keep_pods the client ends while its pods go on.
         name = f"pod {self.spec.pod_id}"
-        threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
+        thread = threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+        start_thread(thread)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

@@ -1,5 +1,6 @@
 """The agent against a scripted server, with real shims and real processes."""
 
+import errno
 import json
 import os
 import resource
@@ -186,6 +187,45 @@ def test_a_pod_that_ends_while_no_descriptor_is_free_is_reported_as_ended_later(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 7
+
+
+def test_a_client_outlives_a_log_folder_that_cannot_be_read_for_a_moment(
+    start_client, server, monkeypatch
+):
+    start_client("sleep 600")
+    server.want_until(PodPhase.RUNNING, pod())
+    refused, stat = threading.Event(), os.stat
+
+    def broken_stat(path: object, *args: object, **more: object) -> os.stat_result:
+        if str(path).endswith("pod.json"):
+            refused.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path, *args, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "stat", broken_stat)
+        assert refused.wait(60)
+    assert server.want_until(PodPhase.EXITED, pod(want=DesiredState.KILL)).signal == signal.SIGKILL
+
+
+def test_a_client_that_gets_no_thread_for_a_moment_starts_and_ends_its_pods_later(
+    start_client, server, monkeypatch
+):
+    start_client("sleep 600")
+    wait_until(lambda: server.nodes)
+    refused, start = [], threading.Thread.start
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name.startswith("pod ") and len(refused) % 4 < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        refused.append("")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    server.want_until(PodPhase.RUNNING, pod())
+    assert server.want_until(PodPhase.EXITED, pod(want=DesiredState.KILL)).signal == signal.SIGKILL
+    assert any(refused)
 
 
 def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(

@@ -36,7 +36,7 @@ def test_a_number_out_of_range_is_refused_by_the_name_of_its_field(value):
 @pytest.mark.parametrize("stage", [-1, 2 * MAX_STAGE + 1, MAX_INT])
 def test_a_state_of_a_stage_that_cannot_be_is_refused_as_later_stages_count_on(stage):
     report = to_json({"kind": "progress", "stage": 1, "snapshot": {"stage": stage, "step": 1}})
-    with pytest.raises(WireError, match="snapshot.stage: must be between 0 and"):
+    with pytest.raises(WireError, match=r"snapshot\.stage: must be between 0 and"):
         from_json(PodReport, report)
 
 

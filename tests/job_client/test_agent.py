@@ -213,7 +213,8 @@ def test_a_client_that_gets_no_thread_for_a_moment_starts_and_ends_its_pods_late
 ):
     start_client("sleep 600")
     wait_until(lambda: server.nodes)
-    refused, start = [], threading.Thread.start
+    refused: list[str] = []
+    start = threading.Thread.start
 
     def start_later(thread: threading.Thread) -> None:
         if thread.name.startswith("pod ") and len(refused) % 4 < 3:

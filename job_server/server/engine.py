@@ -23,7 +23,6 @@ from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import job_types
 from job_server.sharing.decide import (
-    POLICIES,
     decide,
     share_key,
     takes_part,
@@ -34,6 +33,7 @@ from job_server.sharing.decide import (
 from job_server.sharing.job_types import AnyJob
 from job_server.sharing.job_views import NodeUse
 from job_server.sharing.overview import overview
+from job_server.sharing.policies import POLICIES
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
 from job_server.training.job import Job
@@ -111,7 +111,7 @@ class Engine:
         """Load what `store` holds, for start(). Jobs that cannot be read are put aside.
 
         Args:
-            sharing: the policy of `sharing.decide.POLICIES` by which jobs share the cluster.
+            sharing: the policy of `sharing.policies.POLICIES` by which jobs share the cluster.
         """
         self.server_id = uuid.uuid4().hex[:12]
         self.now = now

@@ -13,12 +13,10 @@ from job_server.jobs.work import Goal
 from job_server.sharing.allocate import Allocation, JobView, Policy, allocate
 from job_server.sharing.job_types import AnyJob, slots_held
 from job_server.sharing.job_views import NodeUse, job_view, pod_needs
-from job_server.sharing.policies import Fulfilment, Goodput
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.training.job import Job
 from job_server.training.share import REFUSED_S, count_by_node, finishes
 
-POLICIES: Mapping[str, Policy] = {"goodput": Goodput(), "fulfilment": Fulfilment()}
 STUCK_PATIENCES = 3  # times prepare_timeout_s: slots that are not given back until then are in use
 UNLIMITED = 10**15  # what a node has of something that is not known
 

@@ -34,6 +34,7 @@ class Outlook:
 @dataclass(slots=True)
 class _Live:
     job: SharedJob
+    nodes: frozenset[str]
     step_time: StepTime
     left: float  # seconds of work for one pod
     left_to_run: float  # seconds until its time is up
@@ -81,7 +82,7 @@ def foresee(
     rooms = rooms_of(sharing)
     ids = {job.job_id for job in sharing.jobs}
     found = dict.fromkeys(ids, Outlook())
-    live = {job.job_id: _live(job, start) for job in sharing.jobs if _can_run(sharing, job)}
+    live = {job.job_id: _live(sharing, job) for job in sharing.jobs if _can_run(sharing, job)}
     now, ended, looks = start, list[str](), list[float]()
     for _ in range(passes):
         able = [each for each in live.values() if not each.waits_for]
@@ -122,7 +123,7 @@ def foresee(
 def decide(sharing: Sharing) -> dict[str, Allocation]:
     """Return what the policy would give each job now."""
     able = [job for job in sharing.jobs if _can_run(sharing, job) and not job.after]
-    views = [_view(_live(job, sharing.now), sharing.now) for job in able]
+    views = [_view(_live(sharing, job), sharing.now) for job in able]
     return allocate(policy_of(sharing), views, rooms_of(sharing), sharing.now)
 
 
@@ -178,16 +179,17 @@ def _room(node: SharedNode, jobs: Iterable[SharedJob]) -> NodeRoom:
     )
 
 
-def _live(job: SharedJob, now: float) -> _Live:
+def _live(sharing: Sharing, job: SharedJob) -> _Live:
     return _Live(
         job=job,
+        nodes=frozenset(node.node_id for node in nodes_for(sharing, job)),
         step_time=fit(job.step_s),
         left=inf if job.remaining_s is None else job.remaining_s,
         left_to_run=inf if job.run_time_left_s is None else job.run_time_left_s,
         waits_for=set(job.after),
         placed=job.nodes,
         changed_at=job.since if job.nodes else -inf,
-        counted_at=now,
+        counted_at=sharing.now,
     )
 
 
@@ -199,6 +201,7 @@ def _view(each: _Live, now: float) -> JobView:
         max_trainers=job.max_pods,
         each=need_of(job),
         placed=each.placed,
+        nodes=each.nodes,
         user=job.user,
         priority=job.priority,
         submitted_at=job.submitted_at,

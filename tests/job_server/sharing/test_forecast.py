@@ -91,6 +91,13 @@ def test_limits_and_what_others_use_are_not_given_away():
     assert decide(cluster(job, nodes=(shared_node(used_others=2, limit=3),)))["a"].trainers == 3
 
 
+def test_room_on_a_node_that_cannot_run_a_job_is_none_for_it():
+    other = shared_node("b", folders=("other",))
+    full = shared_job("full", 8, min_pods=8, max_pods=8, remaining_s=80.0)
+    seen = foresee(cluster(full, shared_job("a"), nodes=(shared_node(), other)))
+    assert seen["a"].once == ("full",)
+
+
 def test_a_nodes_memory_is_left_by_who_uses_it_and_not_counted_where_it_is_not_known():
     big = shared_job("big", min_pods=1, max_pods=1, memory_mb=6000)
     runs = shared_job("runs", 1, min_pods=1, max_pods=1, memory_mb=6000, remaining_s=50.0)

@@ -35,6 +35,7 @@ class JobView:
     user: str = ""  # whose share of the slots it has
     submitted_at: float = 0.0  # seconds, as all times here
     changed_at: float = float("-inf")  # when trainers last came or went
+    change_s: float = 0.0  # how long training stands still for a change
     step_time: StepTime = USUAL
     remaining_s: float | None = None  # of work for one trainer; None: not known yet
 

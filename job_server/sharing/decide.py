@@ -15,7 +15,7 @@ from job_server.sharing.job_types import AnyJob, slots_held
 from job_server.sharing.job_views import NodeUse, job_view, pod_needs
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.training.job import Job
-from job_server.training.share import REFUSED_S, count_by_node, finishes
+from job_server.training.share import count_by_node, finishes, is_refused
 
 STUCK_PATIENCES = 3  # times prepare_timeout_s: slots that are not given back until then are in use
 UNLIMITED = 10**15  # what a node has of something that is not known
@@ -92,8 +92,7 @@ def is_fixed(job: Job, now: float) -> bool:
     """
     stage = job.active
     runs = stage is not None and stage.committed and stage.over is None
-    refused = job.share.refused_at > 0 and now < job.share.refused_at + REFUSED_S
-    return job.cut_off or finishes(job) or refused or (runs and not job.elastic)
+    return job.cut_off or finishes(job) or is_refused(job, now) or (runs and not job.elastic)
 
 
 def rooms_of(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from job_server.api.wire import JobSpec, Node, NodeReport
+from job_server.api.wire import JobSpec, Node, NodeReport, Way
 from job_server.jobs.work import Goal
 from job_server.sharing.allocate import JobView
 from job_server.sharing.resources import Resources
@@ -54,6 +54,7 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         user=spec.user,
         submitted_at=job.submitted_at,
         changed_at=float("-inf") if allotment is None else allotment.since,
+        change_s=_change_s(job),
         step_time=fit(measured),
         remaining_s=remaining_s(job, now),
     )
@@ -84,6 +85,16 @@ def _placed(job: Job, home: str, now: float) -> Mapping[str, int]:
     if late and stage is not None and stage.over is None and job.preparing is None:
         return count_by_node(member.pod.node_id for member in stage.members)
     return allotment.nodes
+
+
+def _change_s(job: Job) -> float:
+    """Return the mean pause of the job's newest changes, in seconds; 0: it had none."""
+    pauses = [
+        each.pause_s
+        for each in job.records[-SEEN_RECORDS:]
+        if each.pause_s is not None and each.way is not Way.START  # which may have waited for long
+    ]
+    return sum(pauses) / len(pauses) if pauses else 0.0
 
 
 def measured_step_s(job: Job, now: float) -> dict[int, float]:

@@ -40,6 +40,7 @@ class Goodput:
     That is the rule of the shortest remaining time, for work that can be divided: of two jobs the
     one that a trainer brings more of its end nearer gets it. Trainers move where that pays by
     `margin`, not sooner than `settle_s` after a job's last change, and not in its last `last_s`.
+    A job whose changes take long has them so rarely that they cost `lost` of its time at most.
     """
 
     max_load: float = 1.0
@@ -47,6 +48,7 @@ class Goodput:
     margin: float | None = 1.3
     settle_s: float = 30.0
     last_s: float = 30.0
+    lost: float = 0.02
 
     def waiting_key(self, job: JobView) -> float:
         return job.submitted_at
@@ -60,7 +62,8 @@ class Goodput:
         return (time.speedup(trainers) - time.speedup(trainers - 1)) / _left(job)
 
     def may_move(self, job: JobView, trainers: int, now: float) -> bool:
-        is_settled = now - job.changed_at >= self.settle_s
+        settle_s = max(self.settle_s, job.change_s / self.lost)
+        is_settled = now - job.changed_at >= settle_s
         return is_settled and _left(job) > self.last_s * job.step_time.speedup(trainers)
 
 

@@ -65,8 +65,10 @@ from job_server.training.share import (
     follow,
     give_way,
     home_of,
+    is_refused,
     patience_deadline,
     split,
+    stop_for_now,
     stop_overdue,
     waiting_reason,
 )
@@ -475,13 +477,12 @@ def _begin_start(work: Work) -> None:
 def _leaves_its_state(work: Work, nodes: Collection[str]) -> bool:
     """Have the newest state written first where none of these nodes holds it in memory."""
     source = choose_restore(work)
-    if source is None or source.path:
+    if source is None or source.path or is_refused(work.job, work.now):
         return False
     holders = {pod.site.node_id for pod in work.job.pods if pod.pod_id in source.pods}
     if not holders.isdisjoint(nodes):
         return False
-    work.set(goal=Goal.YIELD, halt=None)
-    work.note("its newest state is in the memory of nodes that it is to leave")
+    stop_for_now(work, "its newest state is in the memory of nodes that it is to leave")
     return True
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import Allotment, Order, Way
+from job_server.cluster.placement import find_node
 from job_server.jobs.events import Allotted, RequestRefused
 from job_server.jobs.work import Goal
 from job_server.training.accounting import CLOCK_RUNS
@@ -119,8 +120,7 @@ def follow(work: Work) -> None:
     stay, missing = split(job.known_pods(stage.pod_ids), allotment.nodes)
     leave = len(stage.members) - len(stay)
     if not stay:  # no trainer that stays could hand the state on
-        work.set(goal=Goal.YIELD, halt=None)
-        work.note(f"its pods are on nodes that it is to leave: {allotment.reason}")
+        stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
         return
     sites = find_sites_on(work, missing)
     if len(sites) < sum(missing.values()) and work.now < patience_deadline(job):
@@ -141,8 +141,20 @@ def give_way(work: Work) -> None:
         return
     if job.cut_off or finishes(job) or all(pod.released for pod in job.pods):
         return
+    stop_for_now(work, f"its pods are for others: {allotment.reason}")
+
+
+def stop_for_now(work: Work, why: str) -> None:
+    """Begin to write the job's state and to free its slots, unless no client could write it."""
+    views = [find_node(work.cluster, pod.site.node_id) for pod in work.job.pods if pod.usable]
+    known = [view.node.saves for view in views if view is not None]
+    if known and not any(known):
+        text = "the job clients of its nodes are of a version that writes no states"
+        stays_after_all(work, text)
+        work.note(f"not stopped: {text}")
+        return
     work.set(goal=Goal.YIELD, halt=None)
-    work.note(f"its pods are for others: {allotment.reason}")
+    work.note(why)
 
 
 def stays_after_all(work: Work, why: str) -> None:
@@ -155,6 +167,11 @@ def stays_after_all(work: Work, why: str) -> None:
     held = Allotment(pods=count, reason=reason, since=work.now, nodes=nodes)
     work.set(share=replace(work.job.share, allotment=held, refused_at=work.now), target=count)
     work.progress(queue_reason=reason)
+
+
+def is_refused(job: Job, now: float) -> bool:
+    """Whether the job could not be stopped just now."""
+    return job.share.refused_at > 0 and now < job.share.refused_at + REFUSED_S
 
 
 def limit_pods(work: Work, pods: int) -> None:

@@ -145,6 +145,38 @@ def test_a_job_whose_state_cannot_be_written_is_not_stopped_and_the_other_one_wa
     no_step_is_lost(cluster, "low")
 
 
+def test_a_job_whose_clients_write_no_states_is_not_stopped(cluster):
+    for machine in cluster.machines.values():  # of the version before
+        machine.node, machine.server_id = replace(machine.node, saves=False), ""
+    cluster.round()
+    cluster.add("low", 5, 5)
+    cluster.run(20)
+    cluster.add("high", 2, 2, priority=1)
+    cluster.run(30)
+    assert cluster.sizes() == {"low": 5, "high": 0}
+    assert cluster.status("low").allotment.reason == (
+        "cannot be stopped: the job clients of its nodes are of a version that writes no states"
+    )
+    no_step_is_lost(cluster, "low")
+
+
+def test_a_job_that_was_stopped_starts_on_the_node_that_has_its_state(cluster):
+    cluster.add("job", 2, 2)
+    cluster.job("job").has_path = False  # its state goes to the run folder of one node
+    cluster.run(20)
+    home = "a"
+    assert cluster.status("job").allotment.nodes == {"a": 2}
+    cluster.add("high", 5, 5, priority=1)
+    cluster.run(20)
+    assert cluster.status("job").saved.node_id == home
+    cluster.service.ask("high", StopAsked())
+    cluster.add("other", 1, 5)  # comes first to the slots that become free, and gives way
+    cluster.run(60)
+    assert cluster.sizes()["job"] == 2
+    assert home in cluster.status("job").allotment.nodes
+    no_step_is_lost(cluster, "job")
+
+
 def test_a_job_starts_after_those_that_it_names_even_if_they_are_forgotten_since(cluster):
     with pytest.raises(BadRequest, match="after: there is no job 'first'; submit it first"):
         cluster.service.submit(cluster.shared_spec("x", after=("first",)))

@@ -386,3 +386,28 @@ def test_random_clusters_are_shared_within_their_bounds_and_come_to_rest(name):
 def test_ten_thousand_random_clusters(name):
     check_random_clusters(name, 10_000)
     check_random_users(name, 10_000)
+
+
+# --- which nodes
+
+
+def test_a_job_gets_trainers_only_on_nodes_that_can_run_it():
+    nodes = cluster(2, 2, 2)
+    picky = job("picky", 1, 6, nodes=frozenset({"n1"}))
+    found = allocate(Fulfilment(), [picky, job("other", 1, 6)], nodes, 0.0)
+    assert found["picky"].placed == {"n1": 2}
+    assert found["other"].trainers == 4
+
+
+def test_a_job_begins_on_the_node_that_has_its_state_and_others_give_way_there():
+    nodes = cluster(2, 2)
+    there = job("there", 1, 2, 2, node="n1")
+    found = allocate(Fulfilment(), [there, job("job", 1, 1, home="n1")], nodes, 0.0)
+    assert found["job"].placed == {"n1": 1}
+    assert found["there"].trainers == 2
+    least = job("there", 2, 2, 2, node="n1")
+    found = allocate(Fulfilment(), [least, job("job", 1, 1, home="n1")], nodes, 0.0)
+    assert found["job"].trainers == 0
+    found = allocate(Fulfilment(), [least, job("job", 1, 1, home="n1", priority=1)], nodes, 0.0)
+    assert found["job"].placed == {"n1": 1}
+    assert found["there"].reason == "stopped for job, whose priority is higher"

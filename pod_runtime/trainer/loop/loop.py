@@ -193,7 +193,6 @@ class Loop:
             what = "a stream" if self._source.is_stream else "a reader without a dataset"
             raise UsageError(f"steps_per_epoch: {what} needs it; it says when an epoch ends")
         self._reader_factory = reader
-        self._stop_asked = False
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
         self._is_noted = False  # what the model is like before the first step
@@ -338,7 +337,7 @@ class Loop:
 
     def _end_epoch(self, steps: StageSteps) -> None:
         stage = steps.stage
-        stop, request = stage.member.end_epoch(self._stop_asked)
+        stop, request = stage.member.end_epoch(stage.progress.stops)
         stage.progress.commit_epoch()
         if stop:
             stage.progress.stop()
@@ -351,9 +350,11 @@ class Loop:
     def stop(self) -> None:
         """End the training after this epoch, for early stopping; do not leave the loop by `break`.
 
-        It is enough that one rank calls it. The final checkpoint is written as at the last epoch.
+        It is enough that one rank calls it, and a crash or a change does not undo it. The final
+        checkpoint is written as at the last epoch.
         """
-        self._stop_asked = not self._is_warming_up
+        if not self._is_warming_up:
+            self._entered().stage.progress.stops = True
 
     def save_best(self, metric: str, value: float, *, mode: str = "max") -> BestCheckpoint:
         """Keep a checkpoint of the present state if `value` is the best so far; return the best.

@@ -81,6 +81,7 @@ class StageSteps:
         stage, result = self.stage, step.result
         stage.framework.step.end()
         stage.progress.commit_step(result.drawn)
+        stage.progress.stops |= result.stops
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
         if result.request.snapshot or is_over or is_first:
             self._check_script()
@@ -232,7 +233,9 @@ class TrainingStep(Step):
         stage = self._steps.stage
         try:
             if self.result is None:
-                self.result = stage.member.exchange(self.samples_done, self._drawn(), of)
+                self.result = stage.member.exchange(
+                    self.samples_done, self._drawn(), of, stops=stage.progress.stops
+                )
             else:
                 stage.member.exchange_again(of)
         except PeerLost as error:

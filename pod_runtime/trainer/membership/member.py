@@ -65,7 +65,12 @@ class StageMember:
         self._is_amid_updates = False  # in the exchange of a further update: it is not
 
     def exchange(
-        self, samples: int, drawn: int | None = None, of: Sequence[int] = ()
+        self,
+        samples: int,
+        drawn: int | None = None,
+        of: Sequence[int] = (),
+        *,
+        stops: bool = False,
     ) -> ExchangeResult:
         """Sum gradients over all ranks; return when all have contributed.
 
@@ -73,12 +78,13 @@ class StageMember:
             samples: number that this rank computed.
             drawn: sum of their hashes; None: they have none.
             of: the optimizers whose gradients are meant, see `FrameworkStep`.
+            stops: the script has ended the training after this epoch.
 
         Raises:
             PeerLost: a rank is gone; the local state is the last committed one.
         """
         while True:
-            verdict = self._exchange(samples, drawn, void=False, of=of)
+            verdict = self._exchange(samples, drawn, void=False, of=of, stops=stops)
             if not verdict.void:
                 return verdict
             if verdict.cut:
@@ -324,7 +330,13 @@ class StageMember:
         exit_as_victim()
 
     def _exchange(
-        self, samples: int, drawn: int | None, *, void: bool, of: Sequence[int] = ()
+        self,
+        samples: int,
+        drawn: int | None,
+        *,
+        void: bool,
+        of: Sequence[int] = (),
+        stops: bool = False,
     ) -> ExchangeResult:
         self._end_if_told()
         request = SnapshotRequest() if void else self._state_manager.snapshot_request()
@@ -336,6 +348,7 @@ class StageMember:
             request=request,
             patient=self._is_patient,
             drawn=drawn,
+            stops=stops,
         )
         with self._gate:
             self._waits = True

@@ -5,7 +5,8 @@ park after this step. `void`: a rank had no data for the step, so no rank commit
 park at the step before; without one all exchange again: a rank that waits long for data shows
 itself from time to time, so that those who wait for it in the all-reduce do not time out.
 `snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
-segments that they make together before. A `patient` cut parks no rank at a void step:
+segments that they make together before. `stops`: the script has ended the training after this
+epoch on some rank, which belongs to the state. A `patient` cut parks no rank at a void step:
 trainers that stay cannot take back a step that their script has begun. The sum of the hashes of
 the samples that were drawn travels byte by byte: so whole numbers are added, which is exact in
 whatever type the tensor has (float32 at least, nothing scales it).
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from pod_runtime.trainer.progress.drawn import PIECES, from_pieces, to_pieces
 
-_NUMBERS = 7
+_NUMBERS = 8
 HEADER_SIZE = _NUMBERS + PIECES
 HALTS = ("", "pause", "stop")  # what follows a cut; "": a change
 _BALLOT = 3  # numbers of a rank
@@ -46,6 +47,7 @@ class ExchangeResult:
     void: bool
     samples: int  # of the global batch that all ranks together computed
     request: SnapshotRequest = SnapshotRequest()  # what any rank asked for
+    stops: bool = False  # the script of any rank has ended the training after this epoch
     drawn: int | None = None  # sum of their hashes; None: some were not hashed
 
 
@@ -57,6 +59,7 @@ def make_header(
     request: SnapshotRequest,
     patient: bool = False,
     drawn: int | None = None,
+    stops: bool = False,
 ) -> list[float]:
     """Return what one rank contributes.
 
@@ -67,18 +70,23 @@ def make_header(
     """
     cuts = (cut and not patient, cut and patient)
     hashed = 0 if drawn is None else samples
-    numbers = (cuts[0], void, samples, request.snapshot, request.renew, cuts[1], hashed)
+    numbers = (cuts[0], void, samples, request.snapshot, request.renew, cuts[1], hashed, stops)
     return [*map(float, numbers), *to_pieces(drawn or 0)]
 
 
 def read_header(sums: Sequence[float]) -> ExchangeResult:
     """Return what follows from the sums over all ranks."""
-    cut, void, samples, snapshot, renew, patient, hashed = sums[:_NUMBERS]
+    cut, void, samples, snapshot, renew, patient, hashed, stops = sums[:_NUMBERS]
     request = SnapshotRequest(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
     parks = cut > 0 or (patient > 0 and not void > 0)
     drawn = from_pieces(sums[_NUMBERS:]) if round(hashed) == round(samples) > 0 else None
     return ExchangeResult(
-        cut=parks, void=void > 0, samples=round(samples), request=request, drawn=drawn
+        cut=parks,
+        void=void > 0,
+        samples=round(samples),
+        request=request,
+        stops=stops > 0,
+        drawn=drawn,
     )
 
 

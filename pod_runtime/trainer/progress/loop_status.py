@@ -29,6 +29,7 @@ class LoopStatus:
     orders: tuple[OrderRecord, ...] = ()  # of a sampler's epochs so far
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
+    stops: bool = False  # the script ends it after the epoch at the cursor
     run_id: str = ""  # kept through all continuations; "": of an older version
     promise: str = "rounding"  # one of promises.PROMISES
     best: tuple[BestCheckpoint, ...] = ()  # by metric
@@ -57,7 +58,8 @@ class LoopStatus:
 
         A training that was stopped early stays so until a script asks for more epochs than then.
         """
-        return replace(self, run=run, stopped=self.stopped and run.epochs <= self.run.epochs)
+        is_kept = run.epochs <= self.run.epochs
+        return replace(self, run=run, stopped=self.stopped and is_kept, stops=self.stops and is_kept)
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = encode(self)

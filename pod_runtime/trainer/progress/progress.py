@@ -50,6 +50,7 @@ class TrainingProgress:
         self._samples_seen = before.samples_seen
         self._ledger = Ledger(before.ledger)
         self._stopped = before.stopped
+        self.stops = before.stops  # the script has ended the training after this epoch
         self.best = before.best  # by metric
         self._orders = {each.epoch: each for each in before.orders}
         self._orders_json = ""  # of all of them; "": to be made
@@ -211,6 +212,7 @@ class TrainingProgress:
             orders=(),
             finished=self.is_finished,
             stopped=self._stopped,
+            stops=self.stops,
             best=self.best,
         )
 

@@ -331,6 +331,25 @@ def test_a_training_that_stops_early_is_complete_until_more_epochs_are_asked_for
     assert train_and_stop(path, epochs=6, stop_after=None) == [2, 3, 4, 5]
 
 
+def test_a_training_stops_after_its_epoch_though_a_trainer_was_lost_since_it_was_told_to(tmp_path):
+    def run(*, dies: bool) -> int:
+        loop, model = make(checkpoint=str(tmp_path), epochs=5, save_steps=1)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+                if epoch.number == 1 and step.index == 0:
+                    loop.stop()
+                if dies and epoch.number == 1 and step.index == 1:
+                    finish_writing()
+                    return 0
+        return loop.step_count
+
+    run(dies=True)
+    assert run(dies=False) == 8, "two epochs of four steps"
+
+
 def test_forgetting_update_is_an_error():
     loop, _model = make()
     steps = iter(next(iter(loop.epochs())))

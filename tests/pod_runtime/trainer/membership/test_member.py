@@ -75,7 +75,7 @@ def make(group: Group, link: Channel | None = None) -> tuple[StageMember, StateM
     return made, state_manager
 
 
-UNHASHED = [0.0] * 9
+UNHASHED = [0.0] * 10
 COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, *UNHASHED]
 VOID = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
 CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]

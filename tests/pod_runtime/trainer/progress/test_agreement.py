@@ -106,3 +106,12 @@ def test_numbers_that_are_none_or_differ_by_rounding_are_the_same():
     assert read_comparison(close, 2) is None
     apart = make_comparison([1.0, 4294967295.0]) + make_comparison([1.0 + 1e-5, 4294967295.0])
     assert read_comparison(apart, 2) == 0
+
+
+def test_all_ranks_hear_that_the_script_of_one_ends_the_training():
+    headers = [
+        make_header(cut=False, void=False, samples=1, request=SnapshotRequest(), stops=rank == 2)
+        for rank in range(3)
+    ]
+    assert read_header(np.sum(headers, axis=0).tolist()).stops
+    assert not read_header(headers[0]).stops

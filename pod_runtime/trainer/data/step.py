@@ -80,6 +80,7 @@ class Step(ABC):
     """
 
     is_warmup = False  # True: it does not count, see docs/training-scripts.md
+    _is_watched = False  # True: see that the script sets nothing while it goes through the shards
 
     def __init__(
         self, framework: Framework, ranges: Sequence[ShardRange], *, samples: int, loss: str
@@ -106,6 +107,7 @@ class Step(ABC):
         self._weighed: dict[int, int] = {}
         self._again = 0  # how often the shards were gone through before
         self._may_go_again = False  # there was an update since
+        self._before: dict[str, float] = {}  # fingerprints of the state before the first shard
         self._kept: list[Any] = []  # batches, where several optimizers go through them in turn
         framework.step.begin()
 
@@ -162,6 +164,8 @@ class Step(ABC):
                 )
             self._at, self._may_go_again = 0, False
             self._again += 1
+        if self._is_watched and not self._at:
+            self._before = self._framework.state.fingerprints(of_model=True)
         while self._at < len(self._ranges):
             shard_range = self._ranges[self._at]
             batch = self._read(shard_range)
@@ -304,3 +308,15 @@ class Step(ABC):
             if not self._again:
                 self.samples_done += self._shard_samples
             self._framework.step.end_shard()
+            if self._before and self._at == len(self._ranges):
+                self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        now = self._framework.state.fingerprints(of_model=True)
+        changed = [name for name, each in self._before.items() if now[name] != each]
+        if changed:
+            raise UsageError(
+                f"{changed[0]}: set inside of `for batch in step:`, through which a trainer goes "
+                f"once for each of its shards, however many it has; set it once in a step, after "
+                f"step.update()"
+            )

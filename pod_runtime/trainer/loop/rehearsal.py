@@ -184,6 +184,7 @@ class RehearsalStep(WarmupStep):
             for shard, (start, stop) in enumerate(pieces)
         ]
         self._models, self._salt = models, salt
+        self._is_watched = len(pieces) > 1
         self._computed: Computed | None = None  # None: no update was made
 
     @property

@@ -59,7 +59,9 @@ class LoopStatus:
         A training that was stopped early stays so until a script asks for more epochs than then.
         """
         is_kept = run.epochs <= self.run.epochs
-        return replace(self, run=run, stopped=self.stopped and is_kept, stops=self.stops and is_kept)
+        return replace(
+            self, run=run, stopped=self.stopped and is_kept, stops=self.stops and is_kept
+        )
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = encode(self)

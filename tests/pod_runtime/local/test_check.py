@@ -60,6 +60,15 @@ print("never reached")
 """
 MEAN = "loss = F.cross_entropy(model(inputs), labels)"
 SUM = "loss = F.cross_entropy(model(inputs), labels, reduction='sum')"
+TWO_OPTIMIZERS = {  # which take turns, over the same batch
+    "optimizer = torch.optim.SGD(model.parameters(), 0.1)":
+        "optimizer = [torch.optim.SGD(model[each].parameters(), 0.1) for each in (0, -1)]",
+    "step.backward(loss)": "step.backward(loss, optimizer[0])",
+    "step.update()": "step.update(optimizer[0])\n"
+        "        for inputs, labels in step:\n"
+        "            step.backward(F.cross_entropy(model(inputs), labels), optimizer[1])\n"
+        "        step.update(optimizer[1])",
+}  # fmt: skip
 # By name: what is put into the script, what the check says, and whether that is a finding.
 CASES: dict[str, tuple[dict[str, str], str, bool]] = {
     "clean": ({}, "ok: the batch of 15, cut into 3 shards\nok: a short batch of 11", False),
@@ -147,6 +156,20 @@ ONLY_TORCH: dict[str, tuple[dict[str, str], str, bool]] = {
          "[*model[0].parameters(), *model[2].parameters()], 0.1)  # "},
         r"script\.py:\d+: no optimizer has 1.weight, 1.bias: not trained",
         True,
+    ),
+    "set in each shard": (
+        {"BODY": f"{MEAN}; optimizer.param_groups[0]['lr'] *= 0.9"},
+        r"UsageError: optimizer: its learning rate .*: set inside of `for batch in step:`.*\n"
+        r"    in the batch of 15, cut into 3 shards",
+        True,
+    ),
+    "two optimizers, fixed batch size": (
+        {**TWO_OPTIMIZERS, "BODY": f"model(inputs + draw(15, 4)); {MEAN}"},
+        r"in the batch of 15, cut into 3 shards\n    the batch of 15 is cut into shards, and the",
+        True,
+    ),
+    "two optimizers, a sum": (
+        TWO_OPTIMIZERS | {"BODY": SUM}, r"loss: in 3 shards it is 0\.3\d times", True,
     ),
     "hook": (
         {"AFTER": "model[0].register_forward_hook(lambda *_: None)"},

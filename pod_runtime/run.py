@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from job_server.api.amounts import argument, cores, megabytes, seconds
 from job_server.api.command_line import make_token, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
@@ -79,6 +80,32 @@ def build_parser() -> argparse.ArgumentParser:
         default="fixed_global",
         help="fixed_global (default): the batch stays the same; linear: it grows with the number "
         "of trainers, and the learning rate with it",
+    )
+
+    add = parser.add_argument_group("beside other programs").add_argument
+    add(
+        "--share",
+        action="store_true",
+        help="as many pods, from --min to --max, as the other programs of this machine leave "
+        "room for, by --cpu and --memory; with less room than for --min it waits",
+    )
+    add(
+        "--cpu",
+        type=argument(cores),
+        metavar="CORES",
+        help="that a trainer uses, such as 0.5 or 2 (not counted)",
+    )
+    add(
+        "--memory",
+        type=argument(megabytes),
+        metavar="AMOUNT",
+        help="that a trainer uses, such as '500 MB' or 2GB (not counted)",
+    )
+    add(
+        "--max_run_time",
+        type=argument(seconds),
+        metavar="TIME",
+        help="with --share: of running, not of waiting, such as 45min or 2h; then it is stopped",
     )
 
     add = parser.add_argument_group("what a crash costs").add_argument
@@ -191,7 +218,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         job_id=args.job_id,
         min_pods=fewest,
         max_pods=most,
-        pods=first,
+        pods=args.pods if args.share else first,
         slots_per_pod=args.slots_per_pod,
         script=_change_script(args),
         policy=args.policy,
@@ -203,6 +230,10 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         grace_s=args.grace_s,
         take_over=args.take_over,
         keep_failed_s=args.keep_failed_s,
+        share=args.share,
+        cpu_milli=args.cpu or 0,
+        memory_mb=args.memory or 0,
+        max_run_time_s=args.max_run_time,
     )
     return spec, None if gpus else slots
 

@@ -16,7 +16,7 @@ from job_server.api.text import printable
 from job_server.cli.queue import NOBODY, queue_table, slots_text
 
 HEADER = ("SUBMITTED-JOBS", "PENDING-JOBS", "RUNNING-TRAINERS", "CPU-UTILS", "GPU-UTILS")
-_BAR = 48  # characters for all slots
+_BAR, _WIDE = 48, 4  # characters for all slots of a node, and at most for one
 _PARTS = (("█", "shared jobs"), ("▒", "others"), ("·", "free"))
 
 
@@ -68,7 +68,9 @@ def load_screen(load: ClusterLoad, sharing: wire.Sharing, server: str) -> list[s
     lines = [f"{server}   {at:%H:%M:%S}   {slots_text(sharing)}", ""]
     lines += [load_line(None), load_line(load), ""]
     width = max((len(printable(node.node_id)) for node in sharing.nodes), default=0)
-    lines += [_bar(node, width) for node in sharing.nodes if node.alive]
+    most = max((node.slots for node in sharing.nodes), default=0)
+    scale = min(float(_WIDE), _BAR / max(most, 1))  # the same for all nodes
+    lines += [_bar(node, width, scale) for node in sharing.nodes if node.alive]
     lines += ["    ".join(f"{mark} {what}" for mark, what in _PARTS), ""]
     return lines + (queue_table(sharing).splitlines() if sharing.jobs else [NOBODY])
 
@@ -87,10 +89,9 @@ def _percent(part: float | None) -> str:
     return "-" if part is None else f"{100 * part:.2f}%"
 
 
-def _bar(node: wire.SharedNode, width: int) -> str:
+def _bar(node: wire.SharedNode, width: int, scale: float) -> str:
     free = max(0, node.slots - node.used_shared - node.used_others)
     counts = (node.used_shared, node.used_others, free)
-    scale = min(1.0, _BAR / max(node.slots, 1))
     bar = "".join(
         mark * round(count * scale) for (mark, _), count in zip(_PARTS, counts, strict=True)
     )

@@ -261,6 +261,8 @@ def _when(
     if outlook.starts_in_s < 1:
         return "it starts now"
     when = f"in about {roughly(outlook.starts_in_s)}"
+    if job.after:
+        return f"it starts then, {when}"
     running = [other.job_id for other in _running_jobs(sharing)]
     once = [job_id for job_id in outlook.once if job_id in running]
     if not once:
@@ -269,7 +271,7 @@ def _when(
         after = f"when {len(once)} of them have ended, {once[-1]} as the last"
     elif len(once) > 1:
         after = f"when {listed(once)} have ended"
-    elif len(running) > 1 and not job.after:
+    elif len(running) > 1:
         after = f"when one of them ends, {once[0]} first"
     else:
         after = f"when {once[0]} ends"

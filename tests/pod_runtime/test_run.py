@@ -230,6 +230,9 @@ def test_a_killed_edl_run_takes_everything_with_it(run):
         (["--change_script", "x.txt", TOY], "--change_script: 'x.txt'"),
         (["--change_script", "no.yaml", TOY], "no.yaml cannot be read"),
         (["--job_id", "../x", TOY], "job_id: '../x' is not an id"),
+        (["--share", "--pods", "1", TOY], "pods: the server chooses how many pods a shared job"),
+        (["--share", "--change_script", "walk", TOY], "script: the server chooses how many pods"),
+        (["--cpu", "1", TOY], "cpu_milli: only of a job that shares the cluster; add share"),
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(argv, words, tmp_path, monkeypatch):
@@ -270,6 +273,13 @@ def test_how_many_pods_a_job_has(argv, pods, slots):
     spec = config.spec
     assert (spec.min_pods, spec.max_pods, spec.first_pods) == pods
     assert config.cpu_slots == slots
+
+
+def test_a_run_beside_other_programs_leaves_the_number_of_pods_to_the_server():
+    argv = ["--share", "--cpu", "0.5", "--memory", "1 GB", "--max_run_time", "2h", "--max", "4"]
+    spec = read_config([*argv, TOY], {"CUDA_VISIBLE_DEVICES": ""}).spec
+    assert (spec.share, spec.pods, spec.min_pods, spec.max_pods) == (True, None, 1, 4)
+    assert (spec.cpu_milli, spec.memory_mb, spec.max_run_time_s) == (500, 1000, 7200.0)
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0,2", 2)])

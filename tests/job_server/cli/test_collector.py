@@ -78,7 +78,7 @@ def test_a_screen_shows_who_has_the_slots_of_each_node_and_the_queue():
     )
     lines = load_screen(cluster_load([], []), sharing, "http://here")
     assert "8 slots on 1 node: 4 of shared jobs, 1 of others, 2 kept free" in lines[0]
-    assert "a  ████▒···  5 of 8, shared jobs may have 5" in lines
+    assert f"a  {16 * '█'}{4 * '▒'}{12 * '·'}  5 of 8, shared jobs may have 5" in lines
     assert any(line.startswith("train-a  0         RUNNING  4 (4 to 8)") for line in lines)
     empty = load_screen(cluster_load([], []), cluster(nodes=(shared_node(alive=False),)), "")
     assert "no node can be reached" in empty[0]

@@ -48,7 +48,7 @@ def test_what_would_let_it_start_sooner_is_what_the_policy_would_do():
     [
         pytest.param(
             (SECOND, shared_job("x", after=("train-b",))),
-            "it is to start once train-b (RUNNING) has succeeded; it starts when train-b ends, in",
+            "it is to start once train-b (RUNNING) has succeeded; it starts then, in about 42 min",
             id="after a job that runs",
         ),
         pytest.param(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from pod_runtime.processes import descendants, environment, read, send_signal, wait_gone
+from pod_runtime.processes import descendants, environment, read, read_all, send_signal, wait_gone
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,17 @@ def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
     """
     killed: set[int] = set()
     while True:
+        try:
+            table = read_all()
+        except OSError as error:  # no descriptor, no memory: the shim ends them with the pod
+            logger.warning("what a trainer has left cannot be found: %s", error)
+            return killed
         spared = set(living)
         for pid in living:
-            spared.update(process.pid for process in descendants(pid))
+            spared.update(process.pid for process in descendants(pid, table))
         found = [
             process
-            for process in descendants(os.getpid())
+            for process in descendants(os.getpid(), table)
             if process.pid not in spared and _belongs(process.pid, marks)
         ]
         begun = [p for p in found if send_signal(p.pid, p.start_time, signal.SIGKILL)]

@@ -6,6 +6,7 @@ process sooner or later, but never with the same start time.
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine is short of something
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CAP_SYS_NICE = 23
@@ -82,10 +84,14 @@ def _prctl(option: int, value: int) -> None:
 def read(pid: int) -> Process | None:
     """Return what /proc says about `pid`; None when there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
+        return _read(pid)
     except OSError:
         return None
+
+
+def _read(pid: int) -> Process:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        text = file.read()
     # The name, in parentheses, may itself contain blanks and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     return Process(
@@ -113,8 +119,11 @@ def start_time(pid: int) -> int | None:
 
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process (pid, start time) runs; a zombie does not."""
-    process = read(pid)
-    return process is not None and process.start_time == started and process.state not in "ZX"
+    try:
+        process = _read(pid)
+    except OSError as error:
+        return error.errno in _SHORT  # nobody can tell now, and who lives must not count as dead
+    return process.start_time == started and process.state not in "ZX"
 
 
 def descendants(root: int, table: Mapping[int, Process] | None = None) -> list[Process]:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,17 @@ _BLOCK = 200  # ports for the trainers of one client
 _WORKERS = 5  # of pytest-xdist, which get ports of their own
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
 _counter = itertools.count(os.getpid())  # two test runs at once begin at different places
+
+
+@contextlib.contextmanager
+def no_descriptor_free() -> Iterator[None]:
+    """Let this process open nothing."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, high))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:

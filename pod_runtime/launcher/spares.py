@@ -66,9 +66,12 @@ class Spare:
         self.ready = False
         self.forks = False  # it makes any number of trainers, and stays; known when it is ready
         usual = os.getpriority(os.PRIO_PROCESS, 0)
-        # Where it could be raised again; else a trainer would have the low one for good.
-        nice = _GENTLE if may_raise_priority() else usual
-        ours, theirs = socket.socketpair()
+        try:
+            # Where it could be raised again; else a trainer would have the low one for good.
+            nice = _GENTLE if may_raise_priority() else usual
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise SpawnError(-1, f"cannot start a spare: {error}") from error
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:

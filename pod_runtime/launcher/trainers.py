@@ -129,13 +129,13 @@ def find_taken_port(pod: PlanPod) -> str:
     TIME_WAIT are no obstacle.
     """
     for port in pod.ports:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
                 probe.listen(1)
-            except OSError as error:
-                return f"port {port} cannot be used: {error.strerror or error}"
+        except OSError as error:
+            return f"port {port} cannot be used: {error.strerror or error}"
     return ""
 
 

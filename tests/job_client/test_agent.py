@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -21,7 +20,7 @@ from job_server.training.machine import new_job
 from job_server.training.views import job_status
 from pod_runtime import env, processes, shim_wire
 from tests.job_client.conftest import pod
-from tests.support import wait_until
+from tests.support import no_descriptor_free, wait_until
 
 
 def shim_pid(tmp_path: Path, pod_id: str = "pod_0_0") -> int:
@@ -178,14 +177,10 @@ def test_a_pod_that_ends_while_no_descriptor_is_free_is_reported_as_ended_later(
 ):
     start_client(f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; exit 7")
     server.want_until(PodPhase.RUNNING, pod())
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, high))
-    try:
+    with no_descriptor_free():
         os.mkdir(tmp_path / "go")
         told = len(server.reports)
         wait_until(lambda: len(server.reports) > told + 10, what="the client still reports")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 7
 
 

@@ -7,8 +7,9 @@ import textwrap
 import threading
 from pathlib import Path
 
-from pod_runtime.orphans import noted_forks, remove_shared_memory
+from pod_runtime.orphans import kill_orphans, noted_forks, remove_shared_memory
 from tests.programs import run_code
+from tests.support import no_descriptor_free
 
 
 def run_forking(pod_dir: Path) -> tuple[int, int]:
@@ -39,6 +40,11 @@ def test_a_fork_that_cannot_write_its_pid_lives_on(tmp_path: Path) -> None:
     _, child = run_forking(tmp_path / "missing")
     assert child > 0
     assert noted_forks(tmp_path / "missing") == set()
+
+
+def test_orphans_that_cannot_be_looked_for_are_left_to_the_shim() -> None:
+    with no_descriptor_free():
+        assert kill_orphans({"EDL_POD_ID": "none"}, ()) == set()
 
 
 def test_only_files_of_our_dead_processes_are_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pod_runtime import processes
-from tests.support import wait_until
+from tests.support import no_descriptor_free, wait_until
 
 Spawn = Callable[..., subprocess.Popen[bytes]]
 
@@ -56,6 +56,14 @@ def test_a_zombie_is_not_alive(spawn):
     began = processes.start_time(process.pid) or 0
     wait_until(lambda: (p := processes.read(process.pid)) is not None and p.state == "Z")
     assert not processes.is_alive(process.pid, began)
+
+
+def test_who_cannot_be_looked_at_for_want_of_a_descriptor_does_not_count_as_dead():
+    started = processes.start_time(os.getpid())
+    assert started is not None
+    with no_descriptor_free():
+        assert processes.is_alive(os.getpid(), started)
+    assert not processes.is_alive(os.getpid(), started + 1)
 
 
 def test_another_process_with_the_same_pid_is_not_the_same(spawn):

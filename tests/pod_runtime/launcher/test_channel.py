@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 import time
 from dataclasses import replace
@@ -32,7 +31,7 @@ from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, clos
 from pod_runtime.shim_wire import LineSocket
 from tests.pod_runtime.fake_job_server import make_plan
 from tests.programs import run_code
-from tests.support import wait_until
+from tests.support import no_descriptor_free, wait_until
 
 POD = PlanPod(pod_id="a", pod_rank=0, node_id="n", addr="h", slots=(0,), ranks=(0,), ports=(1,))
 PLAN = make_plan(3, Order.PREPARE, (POD,))
@@ -66,14 +65,10 @@ def test_nobody_waiting_is_no_error():
 def test_a_trainer_that_comes_when_no_descriptor_is_free_is_let_in_later():
     channel, trainer = TrainerChannel("pod_0_0"), socket.socket(socket.AF_UNIX)
     trainer.connect(f"\0{channel.name}")
-    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, high))
-    try:
+    with no_descriptor_free():
         before = time.monotonic()
         assert channel.accept() is None
         assert time.monotonic() >= before + 0.05  # or its caller would try without a pause
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
     connection = channel.accept()
     assert connection is not None
     connection.close()

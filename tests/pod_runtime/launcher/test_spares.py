@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from job_server.api.wire import Order, PodOrders, ReportKind, StagePlan, Way
+from pod_runtime.errors import SpawnError
 from pod_runtime.launcher import decisions as launcher_decisions
 from pod_runtime.launcher.decisions import QUIET_S, SendReport, Spawn, WarmSpare
 from pod_runtime.launcher.spares import Spare, Spares
@@ -28,7 +29,7 @@ from pod_runtime.processes import (
 from pod_runtime.spare import MARK
 from tests.pod_runtime.launcher.test_launcher_state import NOW, Simulated, plan, preparing
 from tests.programs import run_code
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, no_descriptor_free, wait_until
 
 TELL = """
 import json, os, sys
@@ -246,6 +247,12 @@ def test_a_spare_that_still_imports_is_taken_and_hurries(spares, script):
     assert trainer.pid == spare.process.pid
     assert end(trainer) == 0, trainer.last_words()
     assert told(script)["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_without_a_free_descriptor_there_is_no_spare_and_nothing_else_ends(spares):
+    with no_descriptor_free(), pytest.raises(SpawnError, match="cannot start a spare"):
+        spares.start({})
+    assert list(spares) == []
 
 
 def test_a_spare_that_died_unnoticed_is_no_loss(spares, script):

@@ -27,7 +27,7 @@ from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
 from tests.pod_runtime.fake_job_server import make_part
 from tests.programs import run_code
-from tests.support import free_port, wait_until
+from tests.support import free_port, no_descriptor_free, wait_until
 
 
 def start(tmp_path: Path, code: str, rank: int = 0, **env: str) -> TrainerProcess:
@@ -153,6 +153,11 @@ def test_a_port_that_somebody_listens_on_is_found_and_one_in_time_wait_is_not():
             accepted.close()  # first to close: its end stays in TIME_WAIT
             assert client.recv(1) == b""
     assert find_taken_port(plan_pod(port)) == ""
+
+
+def test_a_port_that_cannot_be_tried_for_want_of_a_descriptor_is_told_as_one_that_is_taken():
+    with no_descriptor_free():
+        assert "port 1 cannot be used: Too many open files" in find_taken_port(plan_pod(1))
 
 
 def test_the_console_shows_whole_lines_with_their_rank(tmp_path):

@@ -1,6 +1,7 @@
 """Sum gradients and buffers of a PyTorch model over the ranks of one step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ def sum_dtype(dtype: Any) -> Any:
     """Return the type in which values of type `dtype` are summed.
 
     Half precision is summed in float32: sums over ranks must not depend on their number more than
-    rounding does. Whole numbers (counters among the buffers) are summed as float64.
+    rounding does. Whole numbers (counters among the buffers) are summed as int64.
 
     Raises:
         UsageError: there is none, as for complex numbers.
@@ -23,7 +24,7 @@ def sum_dtype(dtype: Any) -> Any:
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     if not (dtype.is_complex or dtype.is_floating_point):
-        return torch.float64
+        return torch.int64
     raise UsageError(f"tensors of type {dtype} cannot be summed over trainers")
 
 
@@ -38,26 +39,15 @@ class _Flat:
             self.views.append(self.tensor[front : front + tensor.numel()].view(tensor.shape))
             front += tensor.numel()
 
-    def gather(self, tensors: Sequence[Any | None]) -> None:
-        """Copy each tensor to its place; None leaves zeros."""
-        there = [tensor for tensor in tensors if tensor is not None]
-        views = self.views
-        if len(there) < len(views):
-            pairs = list(zip(views, tensors, strict=True))
-            views = [view for view, tensor in pairs if tensor is not None]
-            for view, tensor in pairs:
-                if tensor is None:
-                    view.zero_()
-        if there:
-            with torch.no_grad():
-                torch._foreach_copy_(views, there)  # one call costs less than one for each
 
-    def scatter(self, tensors: Sequence[Any | None]) -> None:
-        """Copy each place back into its tensor; None is left out."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
-                if tensor is not None:
-                    tensor.copy_(view if tensor.is_floating_point() else view.round())
+@dataclass(slots=True)
+class _Buffers:
+    """The buffers of one type in a step."""
+
+    tensors: list[Any]
+    start: _Flat  # as every shard finds them
+    now: _Flat  # as the newest shard has left them
+    changes: Any  # sum over this rank's shards, like `now.tensor`
 
 
 class TorchShardBuffers:
@@ -76,48 +66,83 @@ class TorchShardBuffers:
         by_type: dict[Any, list[Any]] = {}
         for each in self.own.tensors:
             by_type.setdefault(sum_dtype(each.dtype), []).append(each)
-        self._groups = [
-            (mine, _Flat(mine, dtype, mine[0].device), _Flat(mine, dtype, mine[0].device))
-            for dtype, mine in by_type.items()
+        self._groups = {}
+        for dtype, mine in by_type.items():
+            start, now = (_Flat(mine, dtype, mine[0].device) for _ in range(2))
+            self._groups[dtype] = _Buffers(mine, start, now, torch.zeros_like(now.tensor))
+        groups = list(self._groups.values())
+        # What is copied by one call: on the host all, on a device what has one type.
+        on_host = all(each.device.type == "cpu" for each in self.own.tensors)
+        self._copied = [
+            [
+                [tensor for group in part for tensor in group.tensors],
+                [view for group in part for view in group.start.views],
+                [view for group in part for view in group.now.views],
+            ]
+            for part in ([groups] if on_host else [[group] for group in groups])
+            if part
         ]
-        self._changes: dict[Any, Any] = {}
-
-    def sizes(self) -> dict[Any, int]:
-        """Return how many elements change, by type."""
-        return {start.tensor.dtype: start.tensor.numel() for _mine, start, _now in self._groups}
+        self.shards = self._counted = 0  # of this rank in this step; in `changes`
 
     def begin_step(self) -> None:
         self.loss.begin_step()
         self.own.take_back()
-        for tensors, start, _now in self._groups:
-            start.gather(tensors)
-            self._changes[start.tensor.dtype] = torch.zeros_like(start.tensor)
+        self.shards = self._counted = 0
+        with torch.no_grad():
+            for tensors, start, _now in self._copied:
+                torch._foreach_copy_(start, tensors)
 
     def end_shard(self) -> None:
         self.own.take_back()
+        if self.shards:
+            self._count_newest()
+        self.shards += 1
         with torch.no_grad():
-            for tensors, start, now in self._groups:
-                now.gather(tensors)
-                torch._foreach_copy_(tensors, start.views)  # as they were
-                self._changes[start.tensor.dtype] += now.tensor - start.tensor
+            for tensors, start, now in self._copied:
+                torch._foreach_copy_(now, tensors)
+                torch._foreach_copy_(tensors, start)
 
-    def changes(self) -> dict[Any, Any]:
-        """Return the sums of the changes of this rank's shards, by type."""
-        return self._changes
+    def _count_newest(self) -> None:
+        """Add what the newest shard has changed; there may be none."""
+        for each in self._groups.values():
+            if not self.shards:
+                each.changes.zero_()
+            elif self._counted == 0:
+                torch.sub(each.now.tensor, each.start.tensor, out=each.changes)
+            elif self._counted < self.shards:
+                each.changes += each.now.tensor - each.start.tensor
+        self._counted = self.shards
+
+    def changes(self, contribute: bool = True) -> dict[Any, Any]:
+        """Return the sums of the changes of this rank's shards, by type; or zeros."""
+        if not contribute:
+            return {dtype: torch.zeros_like(each.changes) for dtype, each in self._groups.items()}
+        self._count_newest()
+        return {dtype: each.changes for dtype, each in self._groups.items()}
 
     def apply_alone(self, filled_shards: int) -> None:
         """Move the buffers by what this rank's shards, which are all there are, have changed."""
         if filled_shards > 1:
-            self.apply(self._changes, filled_shards)
+            self.apply({key: _mean(each, filled_shards) for key, each in self.changes().items()})
             return
-        for tensors, _start, now in self._groups:
-            now.scatter(tensors)  # to the bit as the only shard has left them
+        self._put_now()  # to the bit as the only shard has left them
 
-    def apply(self, changes: dict[Any, Any], filled_shards: int) -> None:
-        """Move the buffers by `changes` / `filled_shards`."""
-        for tensors, start, now in self._groups:
-            torch.add(start.tensor, changes[start.tensor.dtype] / filled_shards, out=now.tensor)
-            now.scatter(tensors)
+    def apply(self, moves: Mapping[Any, Any]) -> None:
+        """Move the buffers by the mean over all shards of what they have changed."""
+        for dtype, each in self._groups.items():
+            torch.add(each.start.tensor, moves[dtype], out=each.now.tensor)
+        self._put_now()
+
+    def _put_now(self) -> None:
+        with torch.no_grad():
+            for tensors, _start, now in self._copied:
+                torch._foreach_copy_(tensors, now)
+
+
+def _mean(sums: Any, count: int) -> Any:
+    if sums.is_floating_point():
+        return sums / count
+    return (sums.to(torch.float64) / count).round().to(sums.dtype)
 
 
 def _copy(source: Any, target: Any) -> None:
@@ -159,10 +184,43 @@ class TorchStepLoss:
         return self._mine if contribute else self._zero
 
 
+@dataclass(slots=True)
+class _Gradients:
+    """The gradients and buffers that are summed in one type."""
+
+    indices: list[int]  # of the parameters
+    flat: _Flat
+    changes: Any  # its part for the buffers' changes
+
+    def gather(self, grads: Sequence[Any | None]) -> None:
+        """Copy each gradient to its place; None leaves zeros."""
+        views, there = self._pairs(grads)
+        if len(there) < len(grads):
+            torch._foreach_zero_(self.flat.views)
+        if there:
+            torch._foreach_copy_(views, there)  # one call costs less than one for each
+
+    def scatter(self, grads: Sequence[Any | None]) -> None:
+        """Copy each place back into its gradient; None is left out."""
+        views, there = self._pairs(grads)
+        if there:
+            torch._foreach_copy_(there, views)
+
+    def _pairs(self, grads: Sequence[Any | None]) -> tuple[list[Any], list[Any]]:
+        there = [each for each in grads if each is not None]
+        if len(there) == len(grads):
+            return self.flat.views, there
+        found = zip(self.flat.views, grads, strict=True)
+        return [view for view, each in found if each is not None], there
+
+
 class TorchGradientExchange:
     """One flat tensor per type: header, loss, presence of each gradient, buffer changes, gradients.
 
-    The loss goes from the device to the flat tensor there: no number is waited for.
+    Whole numbers among the buffers (batch norm's counters, tables of constants) are summed by
+    themselves, which float32 could not, and only where a rank's shards have changed them otherwise
+    than usual: what a shard did on average, when they were summed last. The loss goes from the
+    device to the flat tensor there: no number is waited for.
     """
 
     def __init__(
@@ -172,51 +230,82 @@ class TorchGradientExchange:
         self._buffers = buffers
         self._header_size = header_size
         self._presence: list[float] = []
-        sizes = buffers.sizes()
+        sizes = {dtype: each.numel() for dtype, each in buffers.changes().items()}
+        self._counts = sizes.pop(torch.int64, 0) > 0
+        self._sums: Any | None = None  # of whole numbers' changes; None: all are as usual
+        self._usual: Any | None = None  # change by a shard, as all ranks know it; None: none is
+        self._shards = 0  # that have changed them, over all ranks
         dtypes = {sum_dtype(each.dtype) for each in self._parameters} | set(sizes)
-        self._groups: list[tuple[list[int], _Flat, int, int]] = []
+        device = self._parameters[0].device
+        self._groups: dict[Any, _Gradients] = {}
+        front = header_size + 1 + 2 * self._counts + len(self._parameters)
+        self._written = torch.zeros(front, dtype=torch.float64)
         # float64, where there is one, carries the header: its numbers are exact there.
-        for position, dtype in enumerate(sorted(dtypes, key=str, reverse=True)):
+        for dtype in sorted(dtypes, key=str, reverse=True):
             mine = [i for i, each in enumerate(self._parameters) if sum_dtype(each.dtype) == dtype]
-            front = header_size + 1 + len(self._parameters) if position == 0 else 0
-            changes = sizes.get(dtype, 0)
-            device = self._parameters[0].device
-            flat = _Flat([self._parameters[i] for i in mine], dtype, device, front + changes)
-            self._groups.append((mine, flat, front, changes))
+            changes = front + sizes.get(dtype, 0)
+            flat = _Flat([self._parameters[i] for i in mine], dtype, device, changes)
+            self._groups[dtype] = _Gradients(mine, flat, flat.tensor[front:changes])
+            front = 0
+        first = next(iter(self._groups.values())).flat.tensor
+        self._front = first[: len(self._written)]
+        self._loss, self._unusual = first[header_size], first[header_size + 1]
 
     def run(
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
     ) -> list[float]:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
         grads = [each.grad if contribute else None for each in self._parameters]
-        for position, (mine, flat, front, changes) in enumerate(self._groups):
-            flat.gather([grads[index] for index in mine])
-            if position == 0:
-                present = [float(grad is not None) for grad in grads]
-                numbers = torch.tensor([*header, 0.0, *present], dtype=flat.tensor.dtype)
-                flat.tensor[:front] = numbers
-                flat.tensor[self._header_size] = self._buffers.loss.mine(contribute)
-            if changes:
-                place = flat.tensor[front : front + changes]
-                if contribute:
-                    place.copy_(self._buffers.changes()[flat.tensor.dtype])
-                else:
-                    place.zero_()
-            reduce(flat.tensor)
-        front = self._groups[0][1].tensor[: self._groups[0][2]]
-        self._buffers.loss.value = front[self._header_size].clone()
-        found: list[float] = front.tolist()
-        self._presence = found[self._header_size + 1 :]
+        shards = self._buffers.shards if contribute else 0
+        self._written.numpy()[:] = [
+            *header,
+            0.0,
+            *([1.0, shards] if self._counts else ()),
+            *[float(grad is not None) for grad in grads],
+        ]
+        self._front.copy_(self._written)
+        self._loss.copy_(self._buffers.loss.mine(contribute))
+        changes = self._buffers.changes(contribute)
+        with torch.no_grad():
+            for dtype, each in self._groups.items():
+                if each.changes.numel():
+                    each.changes.copy_(changes[dtype])
+                each.gather([grads[index] for index in each.indices])
+        if self._usual is not None:
+            self._unusual.copy_((changes[torch.int64] != self._usual * shards).any())
+        for each in self._groups.values():
+            reduce(each.flat.tensor)
+        self._buffers.loss.value = self._loss.clone()
+        found: list[float] = self._front.tolist()
+        after = self._header_size + 1
+        self._sums = None
+        if self._counts:
+            unusual, self._shards = map(round, found[after : after + 2])
+            after += 2
+            if unusual:
+                self._sums = changes[torch.int64].clone()
+                reduce(self._sums)
+        self._presence = found[after:]
         return found[: self._header_size]
 
     def put_back(self, filled_shards: int) -> None:
         """Replace gradients and buffers by what was summed."""
-        moved = {}
-        for mine, flat, front, changes in self._groups:
-            flat.scatter([self._target(index) for index in mine])
-            if changes:
-                moved[flat.tensor.dtype] = flat.tensor[front : front + changes]
-        self._buffers.apply(moved, filled_shards)
+        moves = {}
+        for dtype, each in self._groups.items():
+            with torch.no_grad():
+                each.scatter([self._target(index) for index in each.indices])
+            if each.changes.numel():
+                moves[dtype] = _mean(each.changes, filled_shards)
+        if self._sums is not None:
+            moves[torch.int64] = _mean(self._sums, filled_shards)
+            by_shard = _mean(self._sums, max(1, self._shards))
+            is_usual = torch.equal(by_shard * self._shards, self._sums)
+            self._usual = by_shard if is_usual else None
+        elif self._usual is not None:
+            moves[torch.int64] = self._usual
+            if self._shards != filled_shards:  # some did nothing: it is a further update
+                moves[torch.int64] = _mean(self._usual * self._shards, filled_shards)
+        self._buffers.apply(moves)
 
     def _target(self, index: int) -> Any | None:
         """Return the gradient to overwrite; None: no rank's shard used the parameter."""

@@ -42,6 +42,7 @@ class TorchStep:
         self._frozen = self._what_is_frozen()
         self._marks = TorchGradientMarks(model, optimizer)
         self._scheduler_check = SchedulerCheck(optimizer, schedulers)
+        self._weights: dict[tuple[float, Any, Any, Any], Any] = {}
 
     def begin(self) -> None:
         self._unowned.note()
@@ -57,8 +58,15 @@ class TorchStep:
         self._buffers.loss.add(loss, weight)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        loss.backward(torch.full_like(loss, weight))
+        loss.backward(self._factor(loss, weight))
         self._marks.note()
+
+    def _factor(self, loss: Any, weight: float) -> Any:
+        key = (weight, loss.dtype, loss.shape, loss.device)
+        factor = self._weights.get(key)
+        if factor is None:
+            factor = self._weights[key] = torch.full_like(loss, weight)
+        return factor
 
     def exchange(
         self, header: Sequence[float], contribute: bool, of: Sequence[int] = ()
@@ -90,7 +98,7 @@ class TorchStep:
         """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        loss.backward(torch.full_like(loss, weight), inputs=list(parameters))
+        loss.backward(self._factor(loss, weight), inputs=list(parameters))
 
     def loss(self, of: Sequence[int] = ()) -> Any:
         return self._buffers.loss.value

@@ -1,8 +1,10 @@
 """The parts for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -370,6 +372,83 @@ def test_what_two_ranks_would_exchange_adds_up(dtype):
     # A rank without data adds zeros.
     assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
     assert buffers.loss.value.tolist() == 0.0
+
+
+class Counting(nn.Module):
+    """Counts by steps that its input says, in a buffer of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("calls", torch.tensor([2**60, -5, 7]))
+        self.register_buffer("is_used", torch.tensor([True]))
+
+    def forward(self, steps: list[int]) -> Any:
+        self.calls += torch.tensor(steps)
+        return self.weight * 1.0
+
+
+def exchange_as_two(
+    ranks: list[tuple[Counting, TorchShardBuffers, TorchGradientExchange]],
+    shards: list[list[list[int]]],
+    filled_shards: int,
+) -> int:
+    """Make a step of these shards of each rank; return how many tensors were summed."""
+    barrier = threading.Barrier(2, timeout=30)
+    sent: list[Any] = [None, None]
+    counts = [0, 0]
+
+    def run(rank: int) -> None:
+        model, buffers, exchange = ranks[rank]
+
+        def reduce(tensor: Any) -> None:
+            sent[rank] = tensor.clone()
+            barrier.wait()
+            tensor.copy_(sent[0] + sent[1])
+            barrier.wait()
+            counts[rank] += 1
+
+        buffers.begin_step()
+        for steps in shards[rank]:
+            model(steps).sum().backward()
+            buffers.end_shard()
+        exchange.run([1.0] * HEADER, True, reduce)
+        exchange.put_back(filled_shards)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert counts[0] == counts[1]
+    return counts[0]
+
+
+def test_whole_numbers_are_sent_only_where_a_shard_changes_them_otherwise_than_usual():
+    ranks = []
+    for _ in range(2):
+        model = Counting()
+        buffers = TorchShardBuffers(model)
+        exchange = TorchGradientExchange([model.weight], buffers, HEADER)
+        ranks.append((model, buffers, exchange))
+    expected = torch.tensor([2**60, -5, 7])
+    one, far, none = [1, 0, 3], [2**40 + 1, -8, 0], [0, 0, 0]
+    # Each: shards of both ranks, filled shards, mean of the changes, tensors that were summed.
+    steps: list[tuple[list[list[list[int]]], int, list[int], int]] = [
+        ([[one], [one]], 2, one, 2),
+        ([[one], [one]], 2, one, 1),
+        ([[one, one], [one]], 3, one, 1),
+        ([[one], []], 1, one, 1),
+        ([[], []], 2, none, 1),  # a further update of the step
+        ([[far], [one]], 2, [2**39 + 1, -4, 2], 2),
+        ([[one], [one]], 2, one, 2),
+        ([[far], [far]], 2, far, 2),
+        ([[far], [far]], 2, far, 1),
+        ([[one], [far, far]], 3, [round((2 * far[0] + 1) / 3), -5, 1], 2),
+    ]
+    for shards, filled, mean, sent in steps:
+        assert exchange_as_two(ranks, shards, filled) == sent, shards
+        expected += torch.tensor(mean)
+        for model, _buffers, _exchange in ranks:
+            assert model.calls.tolist() == expected.tolist()
+            assert model.is_used.tolist() == [True]
 
 
 def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():

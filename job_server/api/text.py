@@ -56,6 +56,11 @@ def saving_text(save: SaveState) -> str:
     return f"writing step {save.step}: {done:.1f} of {total:.1f} {name}"
 
 
+def wanted_pods(status: JobStatus) -> int:
+    """Return how many pods a job is to have now; of a shared one that waits: none."""
+    return status.target_pods if status.allotment is None else status.allotment.pods
+
+
 def steps_of_total(status: JobStatus) -> str:
     """Return e.g. `120 of 400 (30 %)`, or the step alone where the total is not known."""
     if status.total_steps:

@@ -23,6 +23,7 @@ from job_server.api.text import (
     steps_of_total,
     table,
     teacher_facts,
+    wanted_pods,
 )
 from job_server.cli import queue, simulate_cluster, task_queues
 from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
@@ -549,7 +550,7 @@ def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
         (
             job.job_id,
             job.state.value,
-            f"{len(job.pods)} of {job.target_pods}",
+            f"{len(job.pods)} of {wanted_pods(job)}",
             "-" if job.teachers is not None else job.stage,
             "-" if job.teachers is not None else steps_of_total(job),
             job.reason,
@@ -597,7 +598,7 @@ def _job_text(status: wire.JobStatus) -> str:
         ("job", status.job_id),
         ("state", f"{status.state.value}: {status.reason}"),
         *(("warning", text) for text in status.warnings),
-        ("pods", f"{len(status.pods)} of {status.target_pods} wanted "
+        ("pods", f"{len(status.pods)} of {wanted_pods(status)} wanted "
                  f"({status.spec.min_pods} to {status.spec.max_pods})"),
         *(_training_facts(status) if status.teachers is None else teacher_facts(status.teachers)),
         ("time", ", ".join(f"{k} {duration(v)}" for k, v in account_parts(status).items()

@@ -11,6 +11,7 @@ from job_server.api.text import (
     steps_of_stage,
     steps_of_total,
     teacher_facts,
+    wanted_pods,
 )
 from job_server.server.service import JobService
 from job_server.sharing.explain import outlook_text, range_text, summarize
@@ -73,6 +74,7 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
     good = account.training_s + account.preparing_s
     return {
         "status": status,
+        "wanted": wanted_pods(status),
         "steps": steps_of_total(status),
         "metrics": {name: f"{value:.4g}" for name, value in status.metrics.items()},
         "account": {

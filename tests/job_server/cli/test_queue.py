@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from job_server.api.wire import JobState
+from job_server.api.text import wanted_pods
+from job_server.api.wire import Allotment, JobState
 from job_server.cli.queue import (
     explain_other,
     explanation_json,
@@ -75,3 +76,9 @@ def test_a_job_that_does_not_share_or_has_ended_is_explained_as_well():
     )
     ended = explain_other(status(state=JobState.SUCCEEDED, reason="all steps are made"))
     assert ended.summary == "quickstart has SUCCEEDED: all steps are made"
+
+
+def test_a_shared_job_that_waits_wants_no_pods_whatever_it_had():
+    had = status(target_pods=2)
+    waits = replace(had, allotment=Allotment(pods=0, reason="waits", since=1.0, nodes={}))
+    assert [wanted_pods(each) for each in (had, waits)] == [2, 0]

@@ -41,6 +41,8 @@ _SIZES = re.compile(
     r"|out of (?:range|bounds)|values to unpack|\belements?\b",
     re.I,
 )
+# PyTorch's and Paddle's words for a second backward pass over what the first has freed.
+_GRAPH_IS_GONE = re.compile(r"the graph a second time|backward twice for the same subgraph")
 
 
 class Loop:
@@ -758,10 +760,15 @@ def explain_error(error: BaseException) -> str:
     """Return what may explain an error in the body of the loop; "": nothing does.
 
     A body that passes alone, where the shard is the whole batch, fails where it takes the batch
-    size for the size of what it has.
+    size for the size of what it has. One with two losses fails where both are of one forward pass.
     """
     loop = Loop._newest
     step = None if loop is None else loop._open_step
+    if step is not None and _GRAPH_IS_GONE.search(str(error)):
+        return (
+            "step.backward(loss) frees what its loss was computed by: add up losses that have a "
+            "part of that in common and call it once, or compute that part again for the second"
+        )
     here = None if step is None else step.shard_samples
     if step is None or here is None or here == step.samples or not _SIZES.search(str(error)):
         return ""

@@ -455,6 +455,18 @@ def test_an_error_of_sizes_in_a_shard_is_explained_and_its_step_is_known(words):
         break
 
 
+def test_two_losses_of_one_forward_pass_are_told_to_be_added_up():
+    loop, model = make()
+    step = next(iter(next(iter(loop.epochs()))))
+    for batch in step:
+        shared = model(batch)
+        step.backward((shared**2).mean())
+        with pytest.raises(SystemError) as failed:
+            step.backward((shared**2).sum())
+        assert "add up losses that have a part of that in common" in explain_error(failed.value)
+        break
+
+
 def test_a_loop_that_could_not_be_made_has_no_step():
     with pytest.raises(elastic.UsageError):
         make(batch_size=0)

@@ -198,7 +198,8 @@ class _Pass:
             if job.min_trainers < hopeless.get(key, job.min_trainers + 1) and self._start(job):
                 continue
             hopeless[key] = min(job.min_trainers, hopeless.get(key, job.min_trainers))
-            self._say(job, f"waits: no room for its least, {job.min_trainers}")
+            there = f", the first on {job.home}, which has its state" if job.home else ""
+            self._say(job, f"waits: no room for its least, {job.min_trainers}{there}")
             if self._now - job.submitted_at >= self._policy.patience_s:
                 first = job
 

@@ -38,7 +38,10 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
     spec, allotment = job.spec, job.share.allotment
     home = home_of(job)
     bound = (
-        home if home in alive or (job.ending.saved is not None and job.ending.saved.spare) else ""
+        home
+        if home in (alive if nodes is None else nodes)
+        or (job.ending.saved is not None and job.ending.saved.spare)
+        else ""
     )
     measured = measured_step_s(job, now)
     return JobView(
@@ -48,7 +51,7 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         each=pod_needs(spec),
         placed=_placed(job, bound, now),
         nodes=nodes,
-        runs=job.goal is Goal.RUN and any(not pod.released for pod in job.pods),
+        runs=job.goal is Goal.RUN and any(pod.usable for pod in job.pods),
         home=bound,
         priority=spec.priority,
         user=spec.user,
@@ -79,7 +82,7 @@ def _placed(job: Job, home: str, now: float) -> Mapping[str, int]:
     allotment, stage = job.share.allotment, job.active
     if allotment is None or not allotment.pods:
         return {}
-    if home and home not in allotment.nodes:
+    if home and home not in allotment.nodes and not any(pod.usable for pod in job.pods):
         return {}
     late = now >= allotment.since + LATE_PATIENCES * job.spec.prepare_timeout_s
     if late and stage is not None and stage.over is None and job.preparing is None:

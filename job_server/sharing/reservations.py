@@ -81,7 +81,7 @@ def reserve(
         for site in sites:
             _add(reserved, site.node_id, site.slots)
         found = len(sites)
-        while found < count:
+        while found < count and not job.spec.share:  # that gets what other shared jobs give
             view = _as_if(freed, free={}, taken=reserved)
             if not _take_one(job, view, spare, reserved, now):
                 break

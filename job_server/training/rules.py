@@ -64,7 +64,7 @@ from job_server.training.reports import forget_retired
 from job_server.training.share import (
     follow,
     give_way,
-    home_of,
+    is_local,
     is_refused,
     patience_deadline,
     split,
@@ -458,7 +458,7 @@ def _begin_start(work: Work) -> None:
     nodes = serving_nodes(job.spec, work.cluster, work.now)
     answers = any(view.node.node_id == home for view in nodes)
     # A shared job starts again far more often than one that a user pauses: it waits for its node.
-    bound = answers and job.spec.share and home == home_of(job)
+    bound = answers and job.spec.share and source is not None and is_local(source.path)
     needs_home = source is not None and (source.spare or bound)
     if source is not None and needs_home and home not in starts_on:
         why = "has no free slots" if answers else "does not answer"

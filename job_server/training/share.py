@@ -14,11 +14,11 @@ from job_server.cluster.placement import find_node
 from job_server.jobs.events import Allotted, RequestRefused
 from job_server.jobs.work import Goal
 from job_server.training.accounting import CLOCK_RUNS
-from job_server.training.allocation import find_sites_on, make_pods
+from job_server.training.allocation import find_sites_on, make_pods, unsaved
 from job_server.training.changes import choose_way, may_change, why_not
 from job_server.training.job import Job, TrainingPod
 from job_server.training.moves import abandon, begin, dismiss_standby
-from job_server.training.work import Work
+from job_server.training.work import Work, is_silent
 
 PATIENCE_S = 60.0  # how long a start or a growth waits for all that was allotted
 REFUSED_S = 600.0  # a job that could not be stopped is not asked again sooner
@@ -71,9 +71,14 @@ def finishes(job: Job) -> bool:
 def home_of(job: Job) -> str:
     """Return the node on which a start has to begin, as only it may see the state. "": any."""
     saved = job.ending.saved
-    if saved is None or "://" in saved.path or any(not pod.released for pod in job.pods):
+    if saved is None or not is_local(saved.path) or unsaved(job) is not None:
         return ""
     return saved.node_id
+
+
+def is_local(path: str) -> bool:
+    """Whether other nodes may see something else, or nothing, at a path of checkpoints."""
+    return bool(path) and "://" not in path
 
 
 def count_by_node(node_ids: Iterable[str]) -> dict[str, int]:
@@ -139,7 +144,10 @@ def give_way(work: Work) -> None:
     job, allotment = work.job, work.job.share.allotment
     if allotment is None or allotment.pods or job.goal is not Goal.RUN:
         return
-    if job.cut_off or finishes(job) or all(pod.released for pod in job.pods):
+    if job.cut_off or finishes(job):
+        return
+    # What a silent node holds is let go of no sooner than a later state is known.
+    if all(pod.released or is_silent(work, pod) for pod in job.pods):
         return
     stop_for_now(work, f"its pods are for others: {allotment.reason}")
 

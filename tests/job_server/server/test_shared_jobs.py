@@ -114,7 +114,8 @@ def test_a_higher_priority_stops_a_job_which_goes_on_by_itself_from_its_state(cl
     low = cluster.status("low")
     assert low.state is JobState.WAITING
     assert low.reason == (
-        "stopped for high, whose priority is higher; waits: no room for its least, 5"
+        "stopped for high, whose priority is higher; waits: no room for its least, 5, the first on "
+        "a, which has its state"
     )
     assert low.saved is not None
     assert low.saved.step == low.step
@@ -260,7 +261,7 @@ def test_a_limit_of_a_node_takes_trainers_off_it(cluster):
     no_step_is_lost(cluster, "job")
 
 
-def test_a_job_moves_off_its_node_with_its_state_written_first(cluster):
+def test_a_job_leaves_its_node_with_its_state_written_and_goes_on_there(cluster):
     for name in ("b", "c"):
         cluster.service.limit_node(name, wire.NodeLimit(slots=0))
     cluster.add("job", 1, 2)
@@ -270,7 +271,11 @@ def test_a_job_moves_off_its_node_with_its_state_written_first(cluster):
     cluster.service.limit_node("a", wire.NodeLimit(slots=0))
     cluster.run(30)
     status = cluster.status("job")
-    assert status.allotment.nodes == {"b": 2} or status.state is JobState.WAITING
+    assert status.state is JobState.WAITING
+    assert status.reason.endswith("no room for its least, 1, the first on a, which has its state")
+    cluster.service.limit_node("a", wire.NodeLimit(slots=1))
+    cluster.run(30)
+    assert cluster.status("job").allotment.nodes == {"a": 1, "b": 1}
     no_step_is_lost(cluster, "job")
 
 

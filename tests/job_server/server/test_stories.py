@@ -22,7 +22,7 @@ def test_every_job_comes_to_its_end_and_none_loses_its_newest_state(
     tell(Story(seed, tmp_path, late=late), length)
 
 
-@pytest.mark.parametrize("seed", [*range(8), 41, 1009, 1052])
+@pytest.mark.parametrize("seed", [*range(8), 41, 1009, 1052, 2167])
 def test_the_same_holds_where_most_jobs_share_the_nodes(seed, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     tell(Story(seed, tmp_path, late=seed % 2 == 1, shared=True), 40)

@@ -18,6 +18,8 @@ from typing import Protocol
 from job_server.sharing.resources import Need, NodeRoom, Resources, Room
 from job_server.sharing.speedup import USUAL, StepTime
 
+SETTLE_S = 30.0  # after a change of its trainers, for which users' shares leave a job alone
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
@@ -291,12 +293,13 @@ class _Pass:
     def even_out(self) -> None:
         """Move trainers from the users with the most slots to those with fewer.
 
-        A user who gives keeps at least as many as the other one has then, so none comes back.
+        A user who gives keeps at least as many as the other one has then, so none comes back. Jobs
+        whose trainers have just come or gone are left alone: each change has its cost.
         """
         room = self._room
         if len({job.user for job in self._jobs}) < 2:
             return
-        takers, givers = self._growing(), self._shrinking()
+        takers, givers = self._growing(SETTLE_S), self._shrinking(SETTLE_S)
         while takers:
             taker, mark = self._pop_taker(takers), room.mark()
             gave: list[JobView] = []
@@ -305,7 +308,7 @@ class _Pass:
                 wanted = room.used(taker.user) + max(taker.each.slots, 1)
                 if giver is None or room.used(giver.user) - giver.each.slots < wanted:
                     room.undo(mark)
-                    givers = self._shrinking()
+                    givers = self._shrinking(SETTLE_S)
                     break
                 room.give_back(giver.job_id)
                 gave.append(giver)
@@ -317,11 +320,17 @@ class _Pass:
                 if room.count(taker.job_id) < taker.max_trainers:
                     self._push(takers, taker, self._gain_key)
 
-    def _growing(self) -> _Heaps:
-        return self._heap(self._jobs, self._gain_key, lambda job, n: 0 < n < job.max_trainers)
+    def _growing(self, settled_s: float = 0.0) -> _Heaps:
+        """Return the jobs that may have more; none that has had trainers for a shorter time."""
+        settled = [job for job in self._jobs if self._is_settled(job, settled_s)]
+        return self._heap(settled, self._gain_key, lambda job, n: 0 < n < job.max_trainers)
 
-    def _shrinking(self) -> _Heaps:
-        return self._heap(self._jobs, self._loss_key, lambda job, n: n > job.min_trainers)
+    def _shrinking(self, settled_s: float) -> _Heaps:
+        settled = [job for job in self._jobs if self._is_settled(job, settled_s)]
+        return self._heap(settled, self._loss_key, lambda job, n: n > job.min_trainers)
+
+    def _is_settled(self, job: JobView, settled_s: float) -> bool:
+        return not job.placed or self._now - job.changed_at >= settled_s
 
     def exchange(self) -> None:
         """Move a user's trainers from where they are worth least to where they are worth much more.

@@ -209,6 +209,15 @@ def test_a_user_who_has_less_than_an_equal_share_gets_it_from_jobs_that_run_and_
     assert counts(allocate(Fulfilment(), [high, own], cluster(8), 10.0)) == {"high": 8, "low": 0}
 
 
+def test_users_shares_leave_a_job_alone_whose_trainers_have_just_come_or_gone():
+    large = job("large", 1, 8, 6, user="ada", changed_at=90.0)
+    small = job("small", 1, 8, 2, user="ben")
+    found = allocate(Fulfilment(), [large, small], cluster(8), 100.0)
+    assert counts(found) == {"large": 6, "small": 2}
+    found = allocate(Fulfilment(), [large, small], cluster(8), 120.0)
+    assert counts(found) == {"large": 4, "small": 4}
+
+
 def test_a_share_may_be_made_up_of_a_free_slot_and_another_users_surplus():
     jobs = [job("high", 1, 4, 4, user="ada", priority=1), job("low", 2, 3, user="ben")]
     assert counts(allocate(Fulfilment(), jobs, cluster(5), 10.0)) == {"high": 3, "low": 2}

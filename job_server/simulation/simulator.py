@@ -12,7 +12,6 @@ from job_server.sharing.speedup import USUAL, StepTime, fit
 from job_server.simulation.workload import SimulatedJob, WorkloadError
 
 _ONE_SLOT = Resources(slots=1)
-_LOOK_S = 60.0  # after so long a policy that moves trainers looks again, though nothing happened
 _NOISE = 0.03  # of a measured step time, as a standard deviation
 
 
@@ -22,6 +21,7 @@ class Costs:
 
     start_s: float = 5.0  # from its pods' start to its first step
     change_s: float = 1.0  # a planned change, with what its preparation slows the training
+    end_s: float = 0.0  # from its last step until its slots are free
 
 
 USUAL_COSTS = Costs()
@@ -97,6 +97,7 @@ def simulate(
     costs: Costs = USUAL_COSTS,
     rigid: bool = False,
     round_s: float = 10.0,
+    look_s: float = 60.0,
     seed: int = 0,
 ) -> SimulationResult:
     """Return what becomes of the jobs.
@@ -108,12 +109,13 @@ def simulate(
         rigid: each job runs with the trainers that its user asked for, as without elasticity; what
             is left is known from the start.
         round_s: the policy decides when a job has come or gone, and at most once in so long.
+        look_s: after so long a policy that moves trainers decides again, though nothing happened.
         seed: of the noise of measured step times.
 
     Raises:
         WorkloadError: a job can never run on these nodes.
     """
-    return _Simulation(policy, jobs, nodes, costs, rigid, round_s, seed).run()
+    return _Simulation(policy, jobs, nodes, costs, rigid, (round_s, look_s), seed).run()
 
 
 class _Simulation:
@@ -124,11 +126,11 @@ class _Simulation:
         nodes: Sequence[NodeRoom],
         costs: Costs,
         rigid: bool,
-        round_s: float,
+        rounds: tuple[float, float],
         seed: int,
     ) -> None:
         self._policy, self._nodes, self._costs = policy, nodes, costs
-        self._rigid, self._round_s = rigid, round_s
+        self._rigid, (self._round_s, self._look_s) = rigid, rounds
         self._noise = random.Random(seed)
         self._slots = sum(node.capacity.slots - node.foreign.slots for node in nodes)
         for job in jobs:
@@ -219,7 +221,7 @@ class _Simulation:
             self._apply(self._live[job_id], allocation)
         self._note_busy()
         if self._live and self._policy.margin is not None:  # it may move trainers at any time
-            self._decide_at(self._now + _LOOK_S)
+            self._decide_at(self._now + self._look_s)
 
     def _view(self, live: _Live) -> JobView:
         job = live.job
@@ -257,7 +259,7 @@ class _Simulation:
         if after not in live.measured:
             live.measured[after] = time.seconds(after) * self._noise.gauss(1.0, _NOISE)
             live.fitted = fit(live.measured)
-        ends = live.counted_at + max(0.0, live.left_s) / time.speedup(after)
+        ends = live.counted_at + max(0.0, live.left_s) / time.speedup(after) + self._costs.end_s
         self._push(ends, _What.END, live.job.job_id, live.version)
 
     def _note_busy(self) -> None:

@@ -224,6 +224,10 @@ class Launcher:
         self._attach()
         self._beat()
 
+    @property
+    def is_silent(self) -> bool:
+        return self._silent
+
     def silence(self) -> None:
         self._silent = True
         self._polls.close()
@@ -237,11 +241,14 @@ class Launcher:
             pid=1,
             stage=self._stage,
             step=self._step,
-            phase=wire.PodStagePhase.TRAINING if self._stage else wire.PodStagePhase.READY,
+            phase=self.phase(),
             elastic=bool(self._stage),
             submitted_at=self._pod.submitted_at,
         )
         self._polls.ask(routes.ATTACH, self._ids, to_json(attach), "", self._attached)
+
+    def phase(self) -> wire.PodStagePhase:
+        return wire.PodStagePhase.TRAINING if self._stage else wire.PodStagePhase.READY
 
     def _attached(self, status: int, body: bytes) -> None:
         if status in (200, 410):
@@ -292,21 +299,22 @@ class Launcher:
             self._say(kinds.ENDED, plan)
 
     def _say(self, kind: wire.ReportKind, plan: wire.StagePlan | None = None) -> None:
+        self._outbox.append(self._report(kind, plan))
+        self._send()
+
+    def _report(self, kind: wire.ReportKind, plan: wire.StagePlan | None) -> wire.PodReport:
         stage = self._stage if plan is None else plan.stage
         training = kind in (wire.ReportKind.PROGRESS, wire.ReportKind.FIRST_STEP)
-        self._outbox.append(
-            wire.PodReport(
-                kind=kind,
-                stage=stage,
-                attempt=0 if plan is None else plan.attempt,
-                step=self._step,
-                elastic=stage > 0,
-                metrics={"loss": 0.5} if training else None,
-                snapshot=wire.SnapshotRef(stage=stage, step=self._step) if training else None,
-                submitted_at=self._pod.submitted_at,
-            )
+        return wire.PodReport(
+            kind=kind,
+            stage=stage,
+            attempt=0 if plan is None else plan.attempt,
+            step=self._step,
+            elastic=stage > 0,
+            metrics={"loss": 0.5} if training else None,
+            snapshot=wire.SnapshotRef(stage=stage, step=self._step) if training else None,
+            submitted_at=self._pod.submitted_at,
         )
-        self._send()
 
     def _send(self) -> None:
         if self._sending or self._silent or not self._outbox:
@@ -393,8 +401,21 @@ class Node:
         self._pods = plan.pods
         for pod in plan.pods:
             if (pod.job_id, pod.pod_id) not in self.launchers:
-                launcher = Launcher(self._load, self.node_id, pod)
-                self.launchers[pod.job_id, pod.pod_id] = launcher
+                self.launchers[pod.job_id, pod.pod_id] = self.start(pod)
+
+    def start(self, pod: wire.NodePod) -> Launcher:
+        return Launcher(self._load, self.node_id, pod)
+
+    def state(self, pod: wire.NodePod) -> wire.PodState:
+        return wire.PodState(
+            pod_id=pod.pod_id,
+            job_id=pod.job_id,
+            phase=wire.PodPhase.RUNNING,
+            log_path=f"/var/lib/edl/pods/{pod.pod_id}/log",
+            cpu_percent=99.5,
+            memory_bytes=1 << 30,
+            submitted_at=pod.submitted_at,
+        )
 
     def _beat(self) -> None:
         if self._silent:
@@ -402,18 +423,7 @@ class Node:
         sent_at = time.monotonic()
         report = wire.NodeReport(
             node_id=self.node_id,
-            pods=tuple(
-                wire.PodState(
-                    pod_id=pod.pod_id,
-                    job_id=pod.job_id,
-                    phase=wire.PodPhase.RUNNING,
-                    log_path=f"/var/lib/edl/pods/{pod.pod_id}/log",
-                    cpu_percent=99.5,
-                    memory_bytes=1 << 30,
-                    submitted_at=pod.submitted_at,
-                )
-                for pod in self._pods
-            ),
+            pods=tuple(self.state(pod) for pod in self._pods),
             slots=tuple(
                 wire.SlotUsage(index=slot.index, memory_used_bytes=1 << 30)
                 for slot in self._node.slots

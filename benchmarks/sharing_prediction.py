@@ -27,15 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 from benchmarks.shared_cluster import SharedCluster
 from benchmarks.waiting_trainer import BATCH
 from job_server.api.wire import JobSpec, JobState, JobStatus, ScriptKind, ScriptSpec
-from job_server.sharing.allocate import Policy
-from job_server.sharing.policies import Fulfilment, Goodput
+from job_server.sharing.policies import POLICIES
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.sharing.speedup import fit
 from job_server.simulation.simulator import Costs, simulate
 from job_server.simulation.workload import SimulatedJob
 
 AIM = 0.15
-POLICIES: dict[str, Policy] = {"fulfilment": Fulfilment(), "goodput": Goodput()}
 MIN_TRAINERS, MAX_TRAINERS = (1, 1, 1, 2), (4, 4, 6, 6)  # drawn from these
 SIGMA = 0.7  # of the logarithm of a job's work
 SOON_S = 1.0  # the server decides at once as jobs come and go

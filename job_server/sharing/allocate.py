@@ -308,7 +308,10 @@ class _Pass:
                 wanted = room.used(taker.user) + max(taker.each.slots, 1)
                 if giver is None or room.used(giver.user) - giver.each.slots < wanted:
                     room.undo(mark)
-                    givers = self._shrinking(SETTLE_S)
+                    if gave:
+                        givers = self._shrinking(SETTLE_S)
+                    elif giver is not None:
+                        self._push(givers, giver, self._loss_key, giver.min_trainers)
                     break
                 room.give_back(giver.job_id)
                 gave.append(giver)

@@ -140,3 +140,10 @@ def test_the_command(capsys, tmp_path):
     assert "none.csv: cannot be read" in capsys.readouterr().err
     assert main(["simulate", "--nodes", "2x4", "--synthetic", "0"]) == 2
     assert "--synthetic: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_job_holds_its_slots_until_its_end_is_over():
+    costs = Costs(start_s=5.0, change_s=1.0, end_s=3.0)
+    jobs = [job("first"), job("second")]
+    result = simulate(Fulfilment(), jobs, cluster(1, 1), costs=costs, round_s=0.0)
+    assert [outcome.ended_s for outcome in result.outcomes] == [108.0, 216.0]

@@ -58,7 +58,7 @@ INSTALL_PAGES = {
 SILENCE_S = 120.0  # without a step or a change: something hangs
 LOOK_S = 0.2
 TRIAL_EPOCHS = 4
-TAIL_S = 20.0  # that training may go on behind the last act
+TAIL_GAPS = 4  # that training may go on behind the last act
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,8 @@ def direct(
         elif act is not None:
             api.resize(JOB_ID, act.pods)
         left_s = remaining_s(status, pace.steps_per_s)
-        if config.epochs is None and left_s > TAIL_S and director.is_over(status, now):
+        tail_s = TAIL_GAPS * config.gap_s
+        if config.epochs is None and left_s > tail_s and director.is_over(status, now):
             screen.news(
                 f"all is shown, and {left_s:.0f} s of training are left: the job is stopped"
             )
@@ -316,7 +317,7 @@ def plan_epochs(config: Config, processes: Processes, screen: Screen) -> int:
         "first step"
     )
     cores = None if config.gpus else usable_cores()
-    acts = len(plan_acts(config.pods))
+    acts = plan_acts(config.pods)
     return epochs_for(acts, config.gap_s, speed, startup_s, config.pods, cores)
 
 

@@ -101,14 +101,20 @@ def images_per_second(trial_images: int, epoch_s: float) -> float:
 
 
 def epochs_for(
-    acts: int, gap_s: float, alone_per_s: float, startup_s: float, trainers: int, cores: int | None
+    acts: tuple[Act, ...],
+    gap_s: float,
+    alone_per_s: float,
+    startup_s: float,
+    trainers: int,
+    cores: int | None,
 ) -> int:
     """Return enough epochs that training outlasts the acts where nothing else runs.
 
     On a busy machine it would go on for long behind them: then it is stopped.
 
     Args:
-        acts: how many there are; each waits for a gap, and for trainers to start.
+        acts: each waits for a gap. Those that start pods, and on GPUs all, wait for trainers to
+            import their framework; elsewhere a warm spare forks them at once.
         alone_per_s: images per second of one trainer.
         startup_s: from the start of one trainer to its first step, alone.
         cores: that the trainers share; None: each has a device of its own.
@@ -116,7 +122,9 @@ def epochs_for(
     at_once = trainers if cores is None else min(trainers, cores)
     # Measured: three trainers on two cores, that take turns, are no faster than one alone.
     speed = alone_per_s * max(0.8, 0.6 * at_once - 0.3)
-    seconds = acts * (gap_s + 1.5 * startup_s) + 3 * gap_s
+    grows = [act for act in acts if act.pods == trainers]
+    imports = len(acts if cores is None else grows)
+    seconds = (len(acts) + 3) * gap_s + imports * 1.5 * startup_s
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
 
 

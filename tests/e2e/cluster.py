@@ -27,9 +27,9 @@ class Cluster:
         script: bash line that the pods run; `{python}` and `{out}` are replaced.
     """
 
-    def __init__(self, folder: Path, *, slots: int, script: str) -> None:
+    def __init__(self, folder: Path, *, slots: int, script: str, grace_s: float = 3) -> None:
         self.folder = folder
-        self.slots = slots
+        self.slots, self.grace_s = slots, grace_s
         self.port = free_port()
         self.first_port, self.last_port = trainer_ports()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -51,7 +51,8 @@ class Cluster:
     def start_client(self) -> None:
         args = ["--job_server", self.url, "--log_dir", str(self.folder / "client")]
         args += ["--pod_path", str(self.folder / "pods"), "--cpu_slots", str(self.slots)]
-        args += ["--port_range", f"{self.first_port}-{self.last_port}", "--grace_s", "3"]
+        args += ["--port_range", f"{self.first_port}-{self.last_port}"]
+        args += ["--grace_s", f"{self.grace_s:g}"]
         self.client = self._spawn("job_client", [*args, str(self.folder / "train.sh")])
 
     def _spawn(self, module: str, args: list[str]) -> subprocess.Popen[bytes]:

@@ -26,6 +26,7 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         workers: int = 0,
         checkpoint: str = "--checkpoint {out}/checkpoint",
         program: str = "count_train.py",
+        grace_s: float = 3,
     ) -> Cluster:
         trainer = ROOT / "tests" / "e2e" / program
         script = (
@@ -33,7 +34,7 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "
             f"{checkpoint} --out {{out}}/seen.npy --end {{out}}/end"
         )
-        cluster = Cluster(tmp_path / "c", slots=slots, script=script)
+        cluster = Cluster(tmp_path / "c", slots=slots, script=script, grace_s=grace_s)
         made.append(cluster)
         cluster.start_server()
         cluster.start_client()

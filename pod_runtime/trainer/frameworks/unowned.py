@@ -1,4 +1,7 @@
-"""Watch the model's trainable parameters that no optimizer has: they must not change."""
+"""Watch the model's trainable parameters that no optimizer has: they must not change.
+
+And that the model gets no others: no state could carry them.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -14,7 +17,7 @@ class UnownedParameters:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, Any]],
+        named_parameters: Callable[[], Iterable[tuple[str, Any]]],
         owned: Callable[[], Collection[int]],
         *,
         is_trained: Callable[[Any], bool],
@@ -23,15 +26,19 @@ class UnownedParameters:
     ) -> None:
         """
         Args:
+            named_parameters: returns those that the model has now.
             owned: returns the ids of the parameters that the optimizer has now: it may get more.
             is_trained: whether a parameter is not frozen.
             mark: returns a mark of a parameter, which differs when its values differ.
             remedy: what to do about a parameter that has changed.
         """
-        self._owned, self._is_trained, self._mark = owned, is_trained, mark
+        self._read_names, self._owned = named_parameters, owned
+        self._is_trained, self._mark = is_trained, mark
         self._remedy = remedy
         before = owned()
-        self._named = [(name, each) for name, each in named_parameters if id(each) not in before]
+        known = list(named_parameters())
+        self._known = {name for name, _each in known}
+        self._named = [(name, each) for name, each in known if id(each) not in before]
         self._marks: dict[str, Any] | None = None  # None: not noted
 
     @property
@@ -49,11 +56,19 @@ class UnownedParameters:
         self._marks = None
 
     def check(self) -> None:
-        """Check that they are as they were noted.
+        """Check that they are as they were noted, and that the model has got no others.
 
         Raises:
-            UsageError: the script has changed one.
+            UsageError: the script has changed one, or the model has a new one.
         """
+        new = [name for name, _each in self._read_names() if name not in self._known]
+        if new:
+            raise UsageError(
+                f"model: it has got {', '.join(new[:3])}{' ...' if len(new) > 3 else ''} since the "
+                f"Loop was made, as where a layer is built in a forward pass: no optimizer has "
+                f"that, and no state can carry it. Build all layers, or give the model a first "
+                f"batch, before you make the optimizer and the Loop"
+            )
         if self._marks is None or not self._named:
             return
         now = self._read()
@@ -75,6 +90,14 @@ class UnownedParameters:
             for name, each in self._named
             if self._is_trained(each) and id(each) not in owned
         }
+
+
+def sparse_gradient(name: str) -> str:
+    """Return why the sparse gradient of a parameter is refused."""
+    return (
+        f"model: {name} has sparse gradients, which are not summed over trainers; create its "
+        f"layer, or call F.embedding, with sparse=False"
+    )
 
 
 def check_disjoint(parameters: Sequence[Collection[int]]) -> None:

@@ -17,7 +17,11 @@ from paddle import nn
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
-from pod_runtime.trainer.frameworks.unowned import UnownedParameters, check_disjoint
+from pod_runtime.trainer.frameworks.unowned import (
+    UnownedParameters,
+    check_disjoint,
+    sparse_gradient,
+)
 from pod_runtime.trainer.layout import ITEM_BYTES
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
@@ -38,13 +42,21 @@ def check_arguments(
     Raises:
         UsageError: they are not; the text says what to pass.
     """
+    if not paddle.in_dynamic_mode():
+        raise UsageError(
+            "model: the loop trains layers of the dynamic graph, and paddle.enable_static() was "
+            "called. Leave that out, or keep the program and its executor, and save by epochs: "
+            "load_checkpoint and save_checkpoint of edl"
+        )
     for model in models:
         if not isinstance(model, nn.Layer):
             raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
-        if isinstance(model, paddle.DataParallel):
-            raise UsageError(
-                "model: pass the bare model, not paddle.DataParallel: the loop reduces"
-            )
+        for name, layer in model.named_sublayers(include_self=True):
+            if isinstance(layer, paddle.DataParallel):
+                raise UsageError(
+                    f"model: pass the bare model, not paddle.DataParallel"
+                    f"{f' ({name})' if name else ''}: the loop sums gradients"
+                )
     for optimizer in optimizers:
         _check_optimizer(optimizer)
     check_disjoint([[id(p) for p in optimizer_parameters(each)] for each in optimizers])
@@ -112,7 +124,7 @@ def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
     Checksums run at the speed of the memory, over such parameters only.
     """
     return UnownedParameters(
-        model.named_parameters(),
+        model.named_parameters,
         lambda: {id(p) for each in optimizers for p in optimizer_parameters(each)},
         is_trained=lambda each: not each.stop_gradient,
         mark=_checksum,
@@ -196,8 +208,10 @@ class GradientMarks:
 
     def _mark(self, index: int) -> Any:
         grad = self._parameters[index]._grad_ivar()
-        if grad is None or not grad.is_dense():
+        if grad is None:
             return None
+        if not grad.is_dense():
+            raise UsageError(sparse_gradient(self._parameters[index].name))
         address = grad.data_ptr()
         sample = self._samples[index].from_address(address).raw if address else b""
         return address, grad._inplace_version(), sample

@@ -18,6 +18,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
 )
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
+from pod_runtime.trainer.frameworks.unowned import sparse_gradient
 
 
 class ShardBuffers:
@@ -211,7 +212,18 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
                 f"of trainers; use BatchNorm: the loop merges its statistics per shard"
             )
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
-            raise UsageError(f"model: {name} has sparse gradients; create it with sparse=False")
+            raise UsageError(sparse_gradient(f"{name}.weight"))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor._is_initialized():
+            raise UsageError(
+                f"model: {name} has no values, as within paddle.LazyGuard; give it some before the "
+                f"optimizer and the Loop: parameter.initialize()"
+            )
+        if tensor.is_complex():
+            raise UsageError(
+                f"model: {name} is {dtype_name(tensor)}, which is not summed over trainers; keep "
+                f"it as real numbers: paddle.as_real, and paddle.as_complex where it is used"
+            )
     trained = [each for each in model.parameters() if not each.stop_gradient]
     if not trained:
         raise UsageError("model: none of its parameters is trained (all have stop_gradient)")

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.unowned import UnownedParameters, check_disjoint
+from pod_runtime.trainer.frameworks.unowned import (
+    UnownedParameters,
+    check_disjoint,
+    sparse_gradient,
+)
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -26,12 +30,14 @@ def check_arguments(
         UsageError: they are not; the text says what to pass.
     """
     for model in models:
-        if type(model).__name__ in _WRAPPERS:
-            raise UsageError(
-                f"model: pass the bare model, not {type(model).__name__}: the loop sums gradients"
-            )
         if not isinstance(model, nn.Module):
             raise UsageError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        for name, layer in model.named_modules():
+            if type(layer).__name__ in _WRAPPERS:
+                raise UsageError(
+                    f"model: pass the bare model, not {type(layer).__name__}"
+                    f"{f' ({name})' if name else ''}: the loop sums gradients"
+                )
     for optimizer in optimizers:
         _check_optimizer(optimizer)
     check_disjoint([owned_parameters(each) for each in optimizers])
@@ -110,11 +116,23 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
                 f"of trainers; use BatchNorm: the loop merges its statistics per shard"
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise UsageError(f"model: {name} has sparse gradients; create it with sparse=False")
+            raise UsageError(sparse_gradient(f"{name}.weight"))
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
             raise UsageError(
                 f"model: {name or 'it'} has no parameters before its first batch; give it one "
                 f"before you make the optimizer and the Loop"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise UsageError(
+                f"model: {name} is on the device 'meta', without values; give it some before the "
+                f"optimizer and the Loop: model.to_empty(device='cpu'), and initialize it"
+            )
+        if tensor.is_complex():
+            raise UsageError(
+                f"model: {name} is {str(tensor.dtype).removeprefix('torch.')}, which is not summed "
+                f"over trainers; keep it as real numbers: torch.view_as_real, and "
+                f"torch.view_as_complex where it is used"
             )
     trained = [each for each in model.parameters() if each.requires_grad]
     if not trained:
@@ -140,7 +158,7 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
 def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
     """Return the watch over the model's trainable parameters that no optimizer has."""
     return UnownedParameters(
-        model.named_parameters(),
+        model.named_parameters,
         lambda: set().union(*(owned_parameters(each) for each in optimizers)),
         is_trained=lambda each: each.requires_grad,
         # PyTorch counts changes in place; another tensor is seen by its place.
@@ -186,7 +204,8 @@ class SchedulerCheck:
 class TorchGradientMarks:
     """Detects gradients that were touched after a backward pass: they are this rank's part only.
 
-    PyTorch counts changes in place; another tensor is seen by its identity.
+    PyTorch counts changes in place; another tensor is seen by its identity. Sparse gradients have
+    none, and are refused.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -195,8 +214,14 @@ class TorchGradientMarks:
         self._marks: list[Any] = []
 
     def note(self) -> None:
-        """Remember gradients as they are."""
-        self._marks = [_mark(each) for _name, each in self._named]
+        """Remember gradients as they are. Raises UsageError: one is sparse."""
+        try:
+            self._marks = [_mark(each) for _name, each in self._named]
+        except RuntimeError:
+            for name, each in self._named:
+                if each.grad is not None and each.grad.layout != torch.strided:
+                    raise UsageError(sparse_gradient(name)) from None
+            raise
 
     def forget(self) -> None:
         self._marks = []

@@ -1,0 +1,201 @@
+"""Kinds of Paddle models that the loop trains, and those that it refuses: as in kinds_torch.py."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.nn import functional
+
+from pod_runtime import elastic
+
+WORDS = 7
+
+
+class Words(nn.Layer):
+    """What all have in common: a vector for each of some words, and a number of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.words(ids))
+
+
+class Frozen(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight.stop_gradient = True
+
+
+class Tied(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(WORDS, 4, bias_attr=False)
+        self.decoder.weight = self.words.weight
+
+    def forward(self, ids: Any) -> Any:
+        found = self.words(ids)
+        scores = paddle.matmul(found, self.decoder.weight, transpose_y=True)
+        return self.out(found) + scores.mean(1, keepdim=True)
+
+
+class Counting(Words):
+    """Its buffers are counters: of whole numbers, and yes or no."""
+
+    calls: Any
+    is_used: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", paddle.zeros([1], dtype="int64"))
+        self.register_buffer("is_used", paddle.zeros([1], dtype="bool"))
+
+    def forward(self, ids: Any) -> Any:
+        if self.training:
+            self.calls = self.calls + 1
+            self.is_used = paddle.ones([1], dtype="bool")
+        return super().forward(ids)
+
+
+class Sometimes(Words):
+    """A layer gets a gradient in shards that have the word 3, and another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 1)
+
+    def forward(self, ids: Any) -> Any:
+        found = super().forward(ids)
+        return found + self.rare(self.words(ids)) if bool((ids == 3).any()) else found
+
+
+class Normed(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1D(4)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.norm(self.words(ids)))
+
+
+class Reparametrized(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.utils.weight_norm(self.out)
+
+
+class Number(Words):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([], default_initializer=nn.initializer.Constant(1.0))
+
+    def forward(self, ids: Any) -> Any:
+        return super().forward(ids) * self.scale
+
+
+class SparseCall(Words):
+    def forward(self, ids: Any) -> Any:
+        return self.out(functional.embedding(ids, self.words.weight, sparse=True))
+
+
+class SparseLayer(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4, sparse=True)
+
+
+class BuiltLate(Words):
+    """Builds a layer in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: Any = None
+
+    def forward(self, ids: Any) -> Any:
+        if self.late is None:
+            self.late = nn.Linear(4, 1)
+        return self.late(self.words(ids)) + super().forward(ids)
+
+
+class Wrapped(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = paddle.DataParallel(self.out)
+
+
+class Complex(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", paddle.ones([4], dtype="complex64"))
+
+
+def compiled() -> Any:
+    return paddle.jit.to_static(Words())
+
+
+def without_values() -> Any:
+    with paddle.LazyGuard():
+        return Words()
+
+
+TRAINED: dict[str, Callable[[], Any]] = {
+    "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "sometimes": Sometimes,
+    "normed": Normed, "reparametrized": Reparametrized, "number": Number,
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
+    "wrapped": (lambda: paddle.DataParallel(Words()), r"the bare model, not paddle\.DataParallel:"),
+    "wrapped within": (Wrapped, r"pass the bare model, not paddle\.DataParallel \(out\)"),
+    "complex": (Complex, r"turn is complex64.*paddle\.as_real"),
+    "without values": (without_values, r"has no values, as within paddle\.LazyGuard"),
+    "sparse call": (SparseCall, r"has sparse gradients.*F\.embedding"),
+    "built late": (BuiltLate, r"it has got late\.weight, late\.bias since the Loop was made"),
+}
+
+
+class Ids(paddle.io.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return np.int64(index % WORDS), np.array([index % 5], np.float32)
+
+
+def train(model: Any, *, epochs: int, checkpoint: Path | None, shards: int = 3) -> dict[str, Any]:
+    """Train one model, or several by name; return their values."""
+    parts = list(model.values()) if isinstance(model, nn.LayerDict) else [model]
+    optimizer = paddle.optimizer.Adam(0.05, parameters=model.parameters())
+    loop = elastic.Loop(
+        model, optimizer, Ids(), batch_size=6, epochs=epochs, shards=shards, checkpoint=checkpoint
+    )
+    for epoch in loop.epochs():
+        model.train()
+        for step in epoch:
+            for ids, numbers in step:
+                numbers = numbers.astype("float64")
+                losses = [
+                    functional.mse_loss(part(ids).astype("float64"), numbers) for part in parts
+                ]
+                step.backward(sum(losses[1:], losses[0]))
+            step.update()
+    return {name: each.astype("float64").numpy() for name, each in model.state_dict().items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    paddle.set_default_dtype("float64")
+    paddle.seed(1)
+    everything = nn.LayerDict({name: make() for name, make in TRAINED.items()})
+    values = train(everything, epochs=2, checkpoint=None)
+    np.savez(args.out / "final.npz", **values)

@@ -187,6 +187,8 @@ def _become(framework: str, order: dict[str, Any], out: int, err: int) -> None:
 def _main() -> None:
     framework = sys.argv[1]
     importlib.import_module(framework)  # this is what takes long
+    if framework == "torch":  # imports as much again with a process's first optimizer
+        importlib.import_module("torch._dynamo")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _serve(framework, socket.socket(fileno=int(sys.argv[2])))
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -274,6 +274,9 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
                 run = _with_trainer(run, rank, parked_at=step)
         case Raised(error=error):
             run = _with_trainer(run, rank, error=error)
+            if not run.ending and pod.leaving is None:
+                # At once: its process may take long to end, and its peers' trouble is told first.
+                run = _note_failure(run, rank, code=1, reason=str(error), error=error)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
     return _put(pod, run)
@@ -294,16 +297,19 @@ def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> Lau
         reason = "it ended without having trained: did the script leave before its first step?"
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
         peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
-        # The first failure is reported. So is one more: the cause, if the first was a victim of it.
-        if run.trouble is None or (
-            run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
-        ):
-            kind = ReportKind.FAILED
-            trouble = report_on(
-                run, kind, rank=rank, code=code, reason=reason, error=error, peer_lost=peer_lost
-            )
-            run = replace(run, trouble=trouble)
+        run = _note_failure(run, rank, code=code, reason=reason, error=error, peer_lost=peer_lost)
     return _put(pod, run)
+
+
+def _note_failure(run: StageRun, rank: int, *, peer_lost: bool = False, **fields: Any) -> StageRun:
+    """Report the first failure. And one more: the cause, if the first was a victim of it."""
+    known = run.trouble
+    if known is not None and not (
+        known.kind is ReportKind.FAILED and known.peer_lost and not peer_lost
+    ):
+        return run
+    trouble = report_on(run, ReportKind.FAILED, rank=rank, peer_lost=peer_lost, **fields)
+    return replace(run, trouble=trouble)
 
 
 def spare_started(pod: LauncherState) -> LauncherState:

@@ -594,10 +594,18 @@ def test_a_death_is_reported_and_its_cause_is_too_and_the_other_trainers_are_lef
 def test_what_a_trainer_raised_counts_more_than_how_its_process_was_torn_down(code):
     pod = training_pod()
     error = TrainerError(chain=(RaisedError(types=("ValueError",), text="bad"),), where="t.py:7")
-    pod.say(1, Raised(error=error))
-    (failed,) = reports(pod.die(1, code, why="C++ Traceback"))
+    (failed,) = reports(pod.say(1, Raised(error=error)))
     assert (failed.error, failed.peer_lost) == (error, False)
     assert failed.reason == "t.py:7: ValueError: bad"
+    assert reports(pod.die(1, code, why="C++ Traceback")) == []
+
+
+def test_an_error_is_told_at_once_and_replaces_that_of_a_victim_though_its_process_ends_late():
+    pod = training_pod()
+    assert [each.peer_lost for each in reports(pod.die(0, state.PEER_LOST_EXIT))] == [True]
+    error = TrainerError(chain=(RaisedError(types=("ValueError",), text="bad"),), where="t.py:7")
+    (failed,) = reports(pod.say(1, Raised(error=error)))
+    assert (failed.rank, failed.error, failed.peer_lost) == (1, error, False)
 
 
 def test_in_a_world_of_one_nobody_is_a_victim():

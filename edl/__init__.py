@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distill_reader import distillation_loss as distillation_loss
     from distill_reader import kl_divergence as kl_divergence
     from distill_reader import soft_cross_entropy as soft_cross_entropy
+    from pod_runtime import CloudReader as CloudReader
     from pod_runtime import ElasticCheckpoint as ElasticCheckpoint
     from pod_runtime import HDFSClient as HDFSClient
     from pod_runtime import LocalFS as LocalFS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pod_runtime import write_shards as write_shards
 else:  # so that type checkers see an error in a wrong name
     _HOMES = {  # name -> package
+        "CloudReader": "pod_runtime",
         "Discovered": "distill_reader",
         "DistillReader": "distill_reader",
         "ElasticCheckpoint": "pod_runtime",

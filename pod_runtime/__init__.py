@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pod_runtime.trainer import elastic as elastic
+    from pod_runtime.trainer.data.cloud_reader import CloudReader as CloudReader
     from pod_runtime.trainer.data.cloud_reader import cloud_reader as cloud_reader
     from pod_runtime.trainer.data.cloud_reader import write_shards as write_shards
     from pod_runtime.trainer.epochs.epoch_checkpoint import TrainStatus as TrainStatus
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 else:  # so that type checkers see an error in a wrong name
     # name -> (module, attribute in it; None: the module itself)
     _LAZY = {
+        "CloudReader": ("pod_runtime.trainer.data.cloud_reader", "CloudReader"),
         "cloud_reader": ("pod_runtime.trainer.data.cloud_reader", "cloud_reader"),
         "write_shards": ("pod_runtime.trainer.data.cloud_reader", "write_shards"),
         "elastic": ("pod_runtime.trainer.elastic", None),

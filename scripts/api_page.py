@@ -33,7 +33,7 @@ SECTIONS = {
     ),
     "pod_runtime.trainer.data.": (
         "The task queue",
-        "`from edl import cloud_reader, write_shards`: for scripts without the loop.",
+        "`from edl import cloud_reader, write_shards`",
     ),
     "pod_runtime.trainer.epochs.": (
         "Checkpoints by epoch",
@@ -42,7 +42,13 @@ SECTIONS = {
     "pod_runtime.trainer.tensorboard.": ("TensorBoard", "`from edl import RunLog`"),
 }
 ERRORS = {"The elastic loop": "pod_runtime.trainer.errors", "Distillation": "distill_reader.errors"}
-MADE_BY_EDL = {"Epoch", "Step", "ReadFrom", "BestCheckpoint"}  # scripts get these, and make none
+MADE_BY_EDL = {
+    "Epoch",
+    "Step",
+    "ReadFrom",
+    "BestCheckpoint",
+    "CloudReader",
+}  # scripts get these, and make none
 FIRST = ("elastic.Loop", "elastic.Epoch", "elastic.Step", "DistillReader")
 HIDDEN = {  # which EDL calls itself
     "BestCheckpoint.beats", "Discovered.servers", "Epoch.find", "Epoch.moved", "Loop.rehearse",

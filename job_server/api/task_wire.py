@@ -38,11 +38,13 @@ class LeaseAsked(Message, frozen=True, kw_only=True):
     """A reader asks for a task of a pass. Passes count from 0."""
 
     worker: str  # who reads: named in the status
-    pass_number: Int
+    place: str = ""  # where: whoever read there before is gone; "": not known
+    pass_number: Int | None = None  # None: of any; the next begins when none is left of this one
 
     def __post_init__(self) -> None:
         check_id("worker", self.worker)
-        check_range("pass_number", self.pass_number, 0, 10**9)
+        if self.pass_number is not None:
+            check_range("pass_number", self.pass_number, 0, 10**9)
 
 
 class Lease(Message, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ class Task:
     number: int
     phase: TaskPhase = TaskPhase.WAITING
     worker: str = ""  # LEASED: who reads it
+    place: str = ""  # ... and where
     lease: int = 0  # number of the newest lease
     reads: int = 0  # how often it was begun
     failures: int = 0  # reported by readers
@@ -140,23 +141,30 @@ class TaskQueue:
         """Hand out a task.
 
         A pass is over for its readers when all tasks are read. One that a reader leaves behind
-        then, as it dies before it has used it, comes first in the next pass.
+        then, as it dies before it has used it, comes first in the next pass. Readers without passes
+        wait for nobody: those of a training wait for each other already.
         """
         self._expire(now)
-        ahead = asked.pass_number - self.pass_number
-        if ahead < 0:
-            return Lease(over=True)
-        if ahead <= 1 and not self._waiting and not self._reading:
-            if not ahead:
+        self._take_from_predecessor(asked)
+        if asked.pass_number is None:
+            if not self._waiting:
+                self._begin_pass(self.pass_number + 1)
+        else:
+            ahead = asked.pass_number - self.pass_number
+            if ahead < 0:
                 return Lease(over=True)
-            self._begin_pass(asked.pass_number)
-        if ahead > 1 or not self._waiting:
-            return self._wait(now)
+            if ahead <= 1 and not self._waiting and not self._reading:
+                if not ahead:
+                    return Lease(over=True)
+                self._begin_pass(asked.pass_number)
+            if ahead > 1 or not self._waiting:
+                return self._wait(now)
         task = self._task(self._waiting[0])
         task = replace(
             task,
             phase=TaskPhase.LEASED,
             worker=asked.worker,
+            place=asked.place,
             lease=task.lease + 1,
             reads=task.reads + 1,
             all_read=False,
@@ -205,10 +213,18 @@ class TaskQueue:
         while self._heap and self._heap[0][0] <= now:
             end, key = heapq.heappop(self._heap)
             if self._ends.get(key) == end:
-                task = self._tasks[key]
-                error = f"{task.worker} fell silent while it read this"
-                task = replace(task, lost=task.lost + 1, error=error)
-                self._return(task, dropped=task.lost >= MAX_LOST)
+                self._lose(self._tasks[key], "fell silent")
+
+    def _take_from_predecessor(self, asked: LeaseAsked) -> None:
+        """Take tasks back from who was in the place of this reader: it need not fall silent."""
+        for task in [self._tasks[key] for key in self._ends if asked.place]:
+            if task.place == asked.place and task.worker != asked.worker:
+                self._lose(task, "was replaced")
+
+    def _lose(self, task: Task, how: str) -> None:
+        lost = task.lost + 1
+        error = f"{task.worker} {how} while it read this"
+        self._return(replace(task, lost=lost, error=error), dropped=lost >= MAX_LOST)
 
     def _return(self, task: Task, *, dropped: bool = False) -> None:
         phase = TaskPhase.DROPPED if dropped else TaskPhase.WAITING

@@ -8,8 +8,8 @@ from edl import cloud_reader
 _, paths, url, notes, passes = sys.argv
 BATCH = 8
 reader = cloud_reader(paths, url, queue="numbers", in_use=BATCH, lease_s=2.0)
-for number in range(int(passes)):
+for _ in range(int(passes)):
     records = reader()
     while batch := list(itertools.islice(records, BATCH)):
         with open(notes, "a") as out:  # one write: a kill leaves all of it or nothing
-            out.write(f"{number} " + ",".join(str(int(row[0])) for row in batch) + "\n")
+            out.write(",".join(str(int(row[0])) for row in batch) + "\n")

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from job_server.api.local_servers import find_server
 from job_server.api.task_wire import MAX_TASKS, Lease, LeaseAsked, TaskQueueSpec, TaskReport
 from job_server.api.wire import WireError
 from pod_runtime.env import TASK_TOKEN
+from pod_runtime.trainer.data.readers import ReadFrom
 from pod_runtime.trainer.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ Read = Callable[[str, int, int | None], Iterable[Any]]
 T = TypeVar("T")
 
 MAX_ERROR_CHARS = 1000
+_AHEAD = 4  # shards that the loop may have read and not used
+_STEPS = 4
 _END_S = 5.0
 _RENEWALS = 3  # in the time of a lease
 _FIRST_S, _LAST_S = 0.1, 5.0  # between two tries to reach the server
@@ -55,7 +58,7 @@ def cloud_reader(
     in_use: int = 1000,
     server_timeout_s: float = 600.0,
     read: Read | None = None,
-) -> Callable[[], Iterator[Any]]:
+) -> "CloudReader":
     """Return a reader: each call is one pass over the records, of which this process gets a part.
 
     All trainers of a job call this with the same arguments, and read the same passes: a pass ends
@@ -101,10 +104,87 @@ def cloud_reader(
         server.call(lambda api: api.make_queue(spec))
     except (WireError, Rejected) as error:
         raise UsageError(str(error)) from None
-    given = _Given(in_use)
-    atexit.register(given.end)
-    passes = itertools.count()
-    return lambda: _pass(server, spec, next(passes), read, given)
+    return CloudReader(server, name, read, in_use)
+
+
+class CloudReader:
+    """Reads by a task queue: each call is one pass. `cloud_reader` makes it."""
+
+    def __init__(self, server: "_Server", name: str, read: Read, in_use: int) -> None:
+        self._server, self._name, self._read = server, name, read
+        self._given = _Given(in_use)
+        self._passes = itertools.count()
+        atexit.register(self._given.end)
+
+    def __call__(self) -> Generator[Any, None, None]:
+        """Yield this process's part of the next pass."""
+        return self._records(next(self._passes), self._given)
+
+    def batches(
+        self,
+        *,
+        steps_per_epoch: int,
+        collate: Callable[[list[Any]], Sequence[Any]] | None = None,
+    ) -> Callable[[ReadFrom], Iterator[tuple[Any, ...]]]:
+        """Return a `reader=` for `elastic.Loop`, which reads without end.
+
+        For data that are too large to be counted, or for each trainer to see all of them. The
+        loop's steps are counted exactly, the records at least once in each pass: after a change or
+        a crash of the trainers some that they had just read are read again.
+
+        Args:
+            steps_per_epoch: the loop's own. An epoch is so many steps, whatever a pass has.
+            collate: makes the batch's fields of a list of records. None: one array of them all.
+        """
+        fields = collate or (lambda records: (np.array(records),))
+
+        def read_from(start: ReadFrom) -> Iterator[tuple[Any, ...]]:
+            shards = [each for each in enumerate(start.shard_samples, start.first_shard) if each[1]]
+            # What was read ahead, and some steps that a crash may have to make again.
+            records = self._records(
+                None, _Given(start.micro_batch * (_AHEAD + _STEPS * len(shards)))
+            )
+            step = start.epoch * steps_per_epoch + start.step
+            with contextlib.closing(records):
+                while True:
+                    epoch, of_epoch = divmod(step, steps_per_epoch)
+                    for shard, samples in shards:
+                        batch = list(itertools.islice(records, samples))
+                        yield epoch, of_epoch, shard, *fields(batch)
+                    step += 1
+
+        return read_from
+
+    def _records(self, pass_number: int | None, given: "_Given") -> Generator[Any, None, None]:
+        """Yield the records of a pass; None: of all that come, without end."""
+        given.report_all()  # of the pass before: its last batch has been used
+        worker, place = _worker(os.environ), _place(os.environ)
+        asked = LeaseAsked(worker=worker, place=place, pass_number=pass_number)
+        while True:
+            lease = self._server.call(lambda api: api.lease_task(self._name, asked))
+            if lease.over:
+                return
+            if lease.number is None:
+                given.say_all_read()  # others wait for no more than that
+                time.sleep(lease.wait_s)
+                continue
+            task = _Task(self._server, self._name, asked.worker, lease)
+            try:
+                for record in _records(lease, self._read):
+                    if task.lost:
+                        break
+                    task.records += 1
+                    yield record
+                    given.count_record()
+            except _Unreadable as error:
+                logger.error("task %d cannot be read: %s", lease.number, error)
+                task.report(error=str(error))
+            except BaseException:  # the script stops here, or fails
+                task.give_back()
+                given.give_back()
+                raise
+            else:
+                given.add(task)
 
 
 def read_records(path: str, start: int, stop: int | None) -> Iterator[Any]:
@@ -159,38 +239,6 @@ def _queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str
 
 
 # --- one pass
-
-
-def _pass(
-    server: "_Server", spec: TaskQueueSpec, number: int, read: Read, given: "_Given"
-) -> Iterator[Any]:
-    given.report_all()  # of the pass before: its last batch has been used
-    asked = LeaseAsked(worker=_worker(os.environ), pass_number=number)
-    while True:
-        lease = server.call(lambda api: api.lease_task(spec.name, asked))
-        if lease.over:
-            return
-        if lease.number is None:
-            given.say_all_read()  # others wait for no more than that
-            time.sleep(lease.wait_s)
-            continue
-        task = _Task(server, spec.name, asked.worker, lease)
-        try:
-            for record in _records(lease, read):
-                if task.lost:
-                    break
-                task.records += 1
-                yield record
-                given.count_record()
-        except _Unreadable as error:
-            logger.error("task %d cannot be read: %s", lease.number, error)
-            task.report(error=str(error))
-        except BaseException:  # the script stops here, or fails
-            task.give_back()
-            given.give_back()
-            raise
-        else:
-            given.add(task)
 
 
 class _Given:
@@ -336,6 +384,12 @@ def _worker(environ: Mapping[str, str]) -> str:
     where = environ.get("PADDLE_POD_ID") or socket.gethostname()
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in where).lstrip("._-")[:60]
     return f"{plain or 'reader'}.{os.getpid()}.{threading.get_ident() % 10**6}"
+
+
+def _place(environ: Mapping[str, str]) -> str:
+    """Name a trainer's place in its job: of two processes in one place, the older one is gone."""
+    pod = environ.get("PADDLE_POD_ID")
+    return f"{pod}.{environ.get('LOCAL_RANK', '0')}" if pod else ""
 
 
 class _Server:

@@ -61,6 +61,7 @@ class ReadFrom:
     first_shard: int  # of each global batch, that this trainer computes
     stop_shard: int  # not included
     micro_batch: int  # samples of a full shard
+    shard_samples: tuple[int, ...] = ()  # of each of these, in a full batch
 
 
 class ShardOrder:

@@ -79,6 +79,8 @@ class ShardFeed:
     def _start_reader(self) -> ShardReader:
         cursor, order, source = self._stage.progress.cursor, self._order, self._source
         if self._factory is not None:
+            batches = order.batches
+            bounds = [batches.shard(batches.batch_size, shard) for shard in order.shards]
             where = ReadFrom(
                 epoch=cursor.epoch,
                 step=cursor.step,
@@ -88,7 +90,8 @@ class ShardFeed:
                 world_size=self._stage.member.world_size,
                 first_shard=order.shards.start,
                 stop_shard=order.shards.stop,
-                micro_batch=order.batches.micro_batch,
+                micro_batch=batches.micro_batch,
+                shard_samples=tuple(stop - start for start, stop in bounds),
             )
             made = self._factory(where)  # here, not in the thread: it may start worker processes
             return ThreadReader(lambda: factory_items(made))

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,12 @@ def test_edl_lists_what_exists_and_nothing_else(capsys):
     assert edl([]) == 2
     assert edl(["fly"]) == 2
     assert "'fly'" in capsys.readouterr().err
+
+
+def test_edl_has_every_command_of_the_server():
+    verbs = re.findall(r"^    (\w+)", commands.build_parser().format_help(), re.M)
+    assert "status" in verbs
+    assert set(verbs) <= set(VERBS)
 
 
 def test_edl_does_not_list_an_absent_verb(capsys, monkeypatch):

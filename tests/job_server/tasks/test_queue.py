@@ -21,8 +21,9 @@ class Clerk:
         self.tasks: dict[Key, Task] = {}
         self.queue = TaskQueue.load(self.stored, (), self.now)
 
-    def lease(self, worker: str = "a", pass_number: int = 0) -> Lease:
-        lease = self.queue.lease(LeaseAsked(worker=worker, pass_number=pass_number), self.now)
+    def lease(self, worker: str = "a", pass_number: int | None = 0, place: str = "") -> Lease:
+        asked = LeaseAsked(worker=worker, pass_number=pass_number, place=place)
+        lease = self.queue.lease(asked, self.now)
         self.write()
         return lease
 
@@ -105,6 +106,31 @@ def test_a_silent_reader_loses_its_task_and_one_that_reports_keeps_it():
     status = clerk.queue.status(clerk.now)
     assert (status.now.records_once, status.now.records_again) == (5, 9)
     assert [task.content for task in status.read_again] == [dead.content]
+
+
+def test_who_takes_a_readers_place_gets_its_task_at_once():
+    clerk = Clerk(3)
+    dead = clerk.lease("dead", place="pod_0.0")
+    other = clerk.lease("other", place="pod_1.0")
+    assert clerk.lease("new", place="pod_0.0").content == "part-2"
+    assert clerk.lease("new", place="pod_0.0").content == dead.content
+    assert clerk.report(other, "other", records=1)
+    assert not clerk.report(dead, "dead", records=1)
+
+
+def test_readers_without_passes_wait_for_nobody_and_what_one_leaves_comes_first():
+    clerk = Clerk(2)
+    first, second = clerk.lease("a", None), clerk.lease("b", None)
+    third = clerk.lease("b", None)
+    assert (third.pass_number, third.content) == (1, "part-0"), "though none of the two is done"
+    clerk.report(second, "b", records=5, done=True)
+    clerk.now += 9
+    clerk.report(third, "b")
+    clerk.now += 2  # the first one is dead
+    left = clerk.lease("b", None)
+    assert (left.pass_number, left.content) == (0, first.content)
+    clerk.report(left, "b", records=5, done=True)
+    assert clerk.queue.status(clerk.now).passes[0].done == 2
 
 
 def test_who_was_taken_for_dead_and_has_read_all_saves_the_other_the_rest():

@@ -5,7 +5,7 @@ import sys
 
 from edl import cloud_reader
 
-_, paths, url, notes, passes = sys.argv
+paths, url, notes, passes = sys.argv[1:]
 BATCH = 8
 reader = cloud_reader(paths, url, queue="numbers", in_use=BATCH, lease_s=2.0)
 for _ in range(int(passes)):

@@ -449,7 +449,7 @@ def frozen() -> Any:
     ("model", "text"),
     [
         (sync_norm, "1 is a SyncBatchNorm.*use BatchNorm"),
-        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 has sparse gradients"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0.weight has sparse gradients"),
         (frozen, "none of its parameters is trained"),
         (lambda: 3, "model: expected a paddle.nn.Layer, got int"),
     ],

@@ -542,7 +542,7 @@ def frozen() -> Any:
     ("model", "text"),
     [
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), "1 is a SyncBatchNorm"),
-        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 has sparse gradients"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0.weight has sparse gradients"),
         (frozen, "none of its parameters is trained"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "pass the bare model, not DataParallel"),
         (lambda: [nn.Linear(2, 2), "b"], "model: expected a torch.nn.Module, got str"),

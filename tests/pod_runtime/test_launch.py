@@ -160,7 +160,7 @@ def parent(pid: int) -> int:
 
 
 def start_of_stack(pid: int) -> str:
-    """Return where its stack begins, which is drawn anew for each program, and the same in forks."""
+    """Return where its stack begins: drawn anew for each program, the same in its forks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[25]
 
 

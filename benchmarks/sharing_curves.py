@@ -31,7 +31,6 @@ ENDLESS = 100_000
 SAMPLE_S = 0.004
 LIMIT_S = 180.0
 ROWS = ("waiting", "digits", "digits-torch")
-_SHORT = {"digits": 20, "digits-torch": 20}  # steps of a training that ends by itself: its epochs
 
 
 def add(cluster: SharedCluster, job_id: str, row: str, *, ends: bool) -> int:
@@ -41,8 +40,6 @@ def add(cluster: SharedCluster, job_id: str, row: str, *, ends: bool) -> int:
         return WAITING_BATCH
     script = ROOT / "examples" / row.replace("-", "_") / "train.py"
     args = ["--epochs", "1" if ends else str(ENDLESS), "--batch_size", "64"]
-    if ends:
-        args += ["--images", str(64 * _SHORT[row])]
     cluster.add_training(job_id, script, *args)
     return 64
 

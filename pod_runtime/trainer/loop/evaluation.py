@@ -44,7 +44,6 @@ def evaluate(
         batch_size=source.batch_size or 1,
         shards=1,
         dataset_length=length if order is None else len(order.ids),
-        drop_last=source.drop_last,
         ends=None if order is None else order.ends,
     )
     places = list(_places(plan))

@@ -422,8 +422,8 @@ class Loop:
         meanwhile, without gradients. If the trainers change within, it is made again.
 
         Args:
-            test_set: a map-style dataset, or a DataLoader, whose dataset, batch size, drop_last,
-                collate_fn, workers, and a sampler that decides which samples come, are taken over.
+            test_set: a map-style dataset, or a DataLoader, whose dataset, batch size, collate_fn,
+                workers, and a sampler that decides which samples come, are taken over.
             fn: gets a batch as the model's framework has it, and returns a dict of sums (not
                 means) over its samples: {"hits": (scores.argmax(1) == labels).sum()}.
             batch_size: samples of a batch, for a dataset.
@@ -442,6 +442,11 @@ class Loop:
             has_reader=False,
             name="evaluate",
         )
+        if source.drop_last:
+            raise UsageError(
+                "evaluate: the DataLoader leaves the last batch out (drop_last=True), so sums over "
+                "it are not those of the set; make it with drop_last=False"
+            )
         order = None
         if source.sampling is not None:  # the same samples in every evaluation
             order = SampledOrders(

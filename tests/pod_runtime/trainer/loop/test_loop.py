@@ -570,7 +570,7 @@ def test_an_evaluation_reads_by_the_workers_of_its_loader():
             evaluate(15, workers)
 
 
-def test_an_evaluation_leaves_out_the_short_batch_that_its_loader_does():
+def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_if_it_were_the_set():
     loop, _model = make()
 
     def count(indices: Any, _read_by: Any) -> dict[str, Any]:
@@ -579,7 +579,8 @@ def test_an_evaluation_leaves_out_the_short_batch_that_its_loader_does():
     whole = paddle.io.DataLoader(ReadBy(), batch_size=6)
     assert loop.evaluate(whole, count) == {"count": 20.0}
     cut = paddle.io.DataLoader(ReadBy(), batch_size=6, drop_last=True, shuffle=True)
-    assert loop.evaluate(cut, count) == {"count": 18.0}
+    with pytest.raises(elastic.UsageError, match="drop_last=True.*make it with drop_last=False"):
+        loop.evaluate(cut, count)
 
 
 def test_trainers_with_different_test_sets_are_told_before_they_wait_for_each_other(monkeypatch):

@@ -579,7 +579,7 @@ def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_if_it_were_the_set
     whole = paddle.io.DataLoader(ReadBy(), batch_size=6)
     assert loop.evaluate(whole, count) == {"count": 20.0}
     cut = paddle.io.DataLoader(ReadBy(), batch_size=6, drop_last=True, shuffle=True)
-    with pytest.raises(elastic.UsageError, match="drop_last=True.*make it with drop_last=False"):
+    with pytest.raises(elastic.UsageError, match=r"drop_last=True.*make it with drop_last=False"):
         loop.evaluate(cut, count)
 
 

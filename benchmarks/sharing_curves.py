@@ -142,7 +142,7 @@ def measure(row: str, most: int, seconds: float, rounds: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default=",".join(ROWS), help="some of these, parted by commas")
-    parser.add_argument("--most", type=int, default=4, help="trainers of waiting")
+    parser.add_argument("--most", type=int, default=6, help="trainers of waiting")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="most of the others")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of trainers")
     parser.add_argument("--rounds", type=int, default=3)

@@ -7,10 +7,6 @@ fast as each would alone. All else is real: processes, groups, changes, checkpoi
 import argparse
 import time
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-
 from pod_runtime import elastic
 
 BATCH = 48
@@ -18,6 +14,10 @@ SHARDS = 12  # so 1, 2, 3, 4, 6 and 12 trainers have as much to do
 
 
 def main() -> None:
+    import torch  # here, since other programs read the numbers above
+    from torch import nn
+    from torch.utils.data import DataLoader
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--sample_s", type=float, required=True)

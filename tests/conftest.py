@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -45,11 +46,24 @@ def pytest_collection():
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out of the fast lane what could not be imported without a framework."""
-    is_test = collection_path.match("test_*.py")
-    if config.option.markexpr == "fast" and is_test and not lanes.is_fast_module(collection_path):
-        return True
+    """Leave modules out of a lane that has none of their tests: each worker collects them all."""
+    if not collection_path.match("test_*.py"):
+        return None
+    if config.option.markexpr == "fast":
+        return not lanes.is_fast_module(collection_path) or None
+    if config.option.markexpr.startswith("not fast"):
+        return lanes.is_wholly_fast(collection_path) or None
     return None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a fast lane that loads a framework as it is collected."""
+    loaded = lanes.FRAMEWORKS & sys.modules.keys()
+    if session.config.option.markexpr == "fast" and loaded:
+        names = " and ".join(sorted(loaded))
+        raise pytest.UsageError(
+            f"a module of the fast lane imports {names}: import it in a function"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -57,6 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if lanes.is_fast_test(item):
             item.add_marker("fast")
+        elif lanes.is_wholly_fast(item.path):  # no lane would run it
+            raise pytest.UsageError(f"mark {item.nodeid} with `full`: a fixture of it is not fast")
     items.sort(key=lanes.order)
 
 

@@ -11,7 +11,9 @@ test is marked `full`. A fast test that starts a process all the same fails.
 
 import ast
 import functools
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,20 @@ from tests.support import ROOT
 FRAMEWORKS = frozenset({"paddle", "torch"})
 _PROCESSES = frozenset({"subprocess", "multiprocessing"})
 _FIXTURES = frozenset({"paddle_folder", "redis_server"})  # which do either
+_NOT_FAST = re.compile(r"mark\.(full|slow)\b|" + "|".join(sorted(_FIXTURES)))
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
 def is_fast_module(path: Path) -> bool:
     """Whether a module of tests imports nothing that starts processes, and no framework."""
     return _reached(path).isdisjoint(FRAMEWORKS | _PROCESSES)
+
+
+def is_wholly_fast(path: Path) -> bool:
+    """Whether all tests of a module are fast: nothing in it names a mark or a fixture of others."""
+    fixtures = path.with_name("conftest.py")
+    texts = [path.read_text(), fixtures.read_text() if fixtures.is_file() else ""]
+    return is_fast_module(path) and not any(_NOT_FAST.search(text) for text in texts)
 
 
 def is_fast_test(item: pytest.Item) -> bool:
@@ -54,7 +64,7 @@ def _reached(path: Path) -> frozenset[str]:
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in _statements(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -63,6 +73,15 @@ def _imports(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call):
             found |= {framework for framework in FRAMEWORKS if _skips_without(node, framework)}
     return frozenset(found)
+
+
+def _statements(block: ast.AST) -> Iterator[ast.stmt]:
+    """Yield all statements in a block, at any depth: no expression holds an import."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(block, name, ()):
+            if isinstance(node, ast.stmt):
+                yield node
+            yield from _statements(node)
 
 
 def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:

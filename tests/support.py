@@ -1,6 +1,7 @@
 """Helpers of several tests: the repository's root, waiting, ports."""
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 
@@ -32,6 +34,12 @@ def no_descriptor_free() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+
+
+def require(module: str, reason: str) -> None:
+    """Skip the tests of a module without another one, which is not imported: its programs do that."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"no {module}: {reason}", allow_module_level=True)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:

@@ -18,10 +18,10 @@ from job_server.api.wire import JobState, JobStatus
 from pod_runtime.verify import main as verify
 from tests.docker.compose import DOCKER, Service, services
 from tests.e2e.netns import Network, require_network_namespaces
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, require, wait_until
 
 pytest.importorskip("paddle", reason="trains with Paddle")
-pytest.importorskip("sklearn", reason="has the digits")
+require("sklearn", "has the digits")
 
 NAMES = ("job-server", "node1", "node2")
 TOKEN = "a-token-of-the-tests"

@@ -9,10 +9,10 @@ import pytest
 
 from job_server.api.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import Cluster
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, require, wait_until
 
 pytest.importorskip("paddle", reason="trains with Paddle")
-pytest.importorskip("sklearn", reason="trains on its digits")
+require("sklearn", "trains on its digits")
 
 EPOCHS = 20
 

@@ -16,10 +16,10 @@ import pytest
 from job_server.api.wire import JobSpec, JobState
 from tests import warm
 from tests.e2e.cluster import Cluster
-from tests.support import ROOT, free_port, wait_until
+from tests.support import ROOT, free_port, require, wait_until
 
 paddle = pytest.importorskip("paddle", reason="trains with Paddle")
-pytest.importorskip("sklearn", reason="trains on its digits")
+require("sklearn", "trains on its digits")
 
 TRAINER = ROOT / "tests" / "e2e" / "taught_train.py"
 EPOCHS = 10  # of 30 steps

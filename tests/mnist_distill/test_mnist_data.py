@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from mnist_data import NO_LABEL, DataError, Images, ImageSet, choose, load
 
+pytest.importorskip("paddle", reason="its sets are data sets of Paddle")
+
 REAL = Path(os.environ.get("EDL_TEST_DATA", Path(__file__).parents[3] / "shared/data")) / "mnist"
 
 

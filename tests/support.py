@@ -37,7 +37,7 @@ def no_descriptor_free() -> Iterator[None]:
 
 
 def require(module: str, reason: str) -> None:
-    """Skip the tests of a module without another one, which is not imported: its programs do that."""
+    """Skip the tests of a module where another one lacks, which only the programs import."""
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"no {module}: {reason}", allow_module_level=True)
 

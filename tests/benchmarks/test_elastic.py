@@ -57,6 +57,7 @@ def test_random_planned_changes_redo_no_step(tmp_path: Path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_killed_trainer_is_measured_until_training_is_where_it_was(tmp_path: Path):
     values = run(tmp_path, "benchmarks/recovery.py", "--only", "kill-cold", "--rounds", "1")
     assert values["kill-cold"]["again_s"] > 0

@@ -85,6 +85,7 @@ def teacher(whole_run) -> Iterator[str]:
         process.stdout.close()
 
 
+@pytest.mark.slow  # as images do, in the tests of ResNet50
 def test_two_trainers_of_paddles_launcher_distil_what_one_would(
     whole_run, teacher, texts, tmp_path
 ):

@@ -45,6 +45,7 @@ def cluster(tmp_path: Path, teachers: list[TeacherProcess]) -> Iterator[Cluster]
     cluster.stop()
 
 
+@pytest.mark.slow  # the short form is in tests/e2e/test_taught.py
 @pytest.mark.timeout(600)
 def test_each_sample_counts_once_with_its_own_prediction_while_pods_and_teachers_change(
     cluster: Cluster, teachers: list[TeacherProcess]

@@ -199,6 +199,7 @@ class Agent:
             job_id=self._job_id,
             stop_after_s=self._config.stop_after_s,
             saves=True,
+            gives_args=True,
             client=self._client,
             folders=() if self._jobs_dir is None else self._jobs_dir.jobs(),
             cpu_milli=self._host.cpu_milli,

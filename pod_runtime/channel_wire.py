@@ -66,6 +66,7 @@ class Stepped:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: unchanged
+    metric_epochs: dict[str, int] | None = None  # of what the script logs: as of PodReport
     promise: str = ""  # what the training promises, for people; "": an old trainer
 
 

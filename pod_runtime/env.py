@@ -6,6 +6,7 @@
 docs/architecture.md lists what a pod gets.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ RUN_MARKER = "EDL_RUN_MARKER"
 CHANNEL = "EDL_CHANNEL"
 RUNNING_ENV = "PADDLE_EDL"
 SUBMITTED_AT = "EDL_SUBMITTED_AT"
+JOB_ARGS = "EDL_JOB_ARGS"  # JSON
 TASK_TOKEN = "EDL_TASK_TOKEN"  # opens the server's task queues and nothing else
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
@@ -30,7 +32,7 @@ _OF_A_POD = frozenset(
         "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
         "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
         "EDL_MAX_TRAINERS", "EDL_GRACE_S", SUBMITTED_AT, "EDL_SERVICE", "EDL_ADDR", "EDL_PORT",
-        "EDL_PORTS", TASK_TOKEN,
+        "EDL_PORTS", JOB_ARGS, TASK_TOKEN,
         *_SECRETS,
     }
 )  # fmt: skip
@@ -68,6 +70,7 @@ class PodEnv:
     addr: str = ""  # of the node, as others reach it; only for teachers
     ports: tuple[int, ...] = ()  # on `addr`, of a teacher
     submitted_at: float = 0.0  # when the job was: its id may be used again; 0: not known
+    args: tuple[str, ...] = ()  # of the job, which the script is to hand on to the trainers
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
@@ -93,6 +96,7 @@ class PodEnv:
             grace_s=_number(environ, "EDL_GRACE_S"),
             token_file=Path(token_file) if token_file else None,
             submitted_at=_number(environ, SUBMITTED_AT) if SUBMITTED_AT in environ else 0.0,
+            args=_args(environ.get(JOB_ARGS, "[]")),
         )
 
 
@@ -168,6 +172,8 @@ def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
         "PADDLE_RUNING_ENV": RUNNING_ENV,
         SUBMITTED_AT: repr(pod.submitted_at),
     }
+    if pod.args:
+        env[JOB_ARGS] = json.dumps(pod.args)
     if pod.service is not None:
         env |= {"EDL_SERVICE": pod.service, "EDL_ADDR": pod.addr}
         if pod.ports:
@@ -349,6 +355,16 @@ def _number(environ: Mapping[str, str], name: str) -> float:
     if not 0 <= number < float("inf"):
         raise EnvError(f"{name}: expected seconds, 0 or more, got {value!r}")
     return number
+
+
+def _args(value: str) -> tuple[str, ...]:
+    try:
+        args = json.loads(value)
+    except ValueError:
+        args = None
+    if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+        raise EnvError(f"{JOB_ARGS}: expected a list of texts in JSON, got {value[:60]!r}")
+    return tuple(args)
 
 
 def _slots(value: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import argparse
 import functools
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from job_server.api.api_client import ApiClient
 from job_server.api.command_line import OptionParser, task_token, token_in
 from job_server.api.errors import ConfigError
-from pod_runtime.env import TASK_TOKEN, EnvError, PodEnv, checkpoint_path
+from pod_runtime.env import JOB_ARGS, TASK_TOKEN, EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.loop import Launcher
 from pod_runtime.launcher.segments import highest_stage
@@ -70,6 +71,23 @@ def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
     return script, *args
 
 
+def check_args(of_job: Sequence[str], of_script: Sequence[str]) -> None:
+    """See that the pod's script hands the job's arguments on.
+
+    Raises:
+        LaunchError: it does not: the training would run with others than its user asked for.
+    """
+    count = len(of_job)
+    places = range(len(of_script) - count + 1)
+    if not any(list(of_script[at : at + count]) == list(of_job) for at in places):
+        raise LaunchError(
+            f"args: the job's arguments ({shlex.join(of_job)[:200]}) do not come to the training "
+            f'script; end the launch line of train.sh with "$@", or `unset {JOB_ARGS}` before it '
+            "where train.sh hands them on in another form",
+            2,
+        )
+
+
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     args = parse_args(argv)
     logging.basicConfig(
@@ -82,6 +100,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         if not environ.get("PADDLE_JOBSERVER"):
             return _run_alone(args)
         pod_env = PodEnv.read(environ)
+        check_args(pod_env.args, args.args)
         token_file = pod_env.token_file
         token = None if token_file is None else token_in(token_file, "EDL_TOKEN_FILE")
         checkpoint = checkpoint_path(environ)

@@ -128,7 +128,7 @@ def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
             package_dir=job_folder,
             folder=config.pod_path / pod.job_id / pod.pod_id,
             script=job_folder / TRAIN_SH,
-            args=(),
+            args=pod.args,
         )
     if pod.folder is not None:
         raise PodStartError(
@@ -144,7 +144,7 @@ def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
         package_dir=config.cwd,
         folder=folder,
         script=base / config.script,
-        args=config.script_args,
+        args=(*config.script_args, *pod.args),
     )
 
 

@@ -369,6 +369,7 @@ class PodSupervisor:
             addr=context.addr,
             ports=spec.ports,
             submitted_at=spec.submitted_at,
+            args=spec.args,
         )
         return env.pod_environment(context.config.environ, pod)
 

@@ -241,6 +241,9 @@ class ApiClient:
                 if math.isfinite(value)
             )
             report = replace(report, metrics=dict(itertools.islice(sent, wire.MAX_METRICS)))
+        if report.metric_epochs is not None:
+            named = ((name[:MAX_NAME_CHARS], at) for name, at in report.metric_epochs.items())
+            report = replace(report, metric_epochs=dict(itertools.islice(named, wire.MAX_METRICS)))
         return self._call(routes.REPORT, job_id, pod_id, body=report).server_id
 
     def query_pods(self, job_id: str) -> wire.OriginalPods:

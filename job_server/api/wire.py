@@ -29,6 +29,7 @@ MAX_METRICS = 500  # of one job
 MAX_AMOUNT = 10**9  # of thousandths of a core, or of MB
 MAX_PRIORITY = 1000
 MAX_AFTER = 100  # jobs that one job waits for
+MAX_ARGS, MAX_ARG_CHARS = 200, 1000  # of a job's script
 TRAIN_LOSS = "train_loss"  # the metric that trainers report by themselves
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
@@ -96,6 +97,7 @@ class Node(Message, frozen=True, kw_only=True):
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
     saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
+    gives_args: bool = False  # ... `NodePod.args`; such a job runs on no other node
     client: str = ""  # the same as long as its log folder lives; "": of the version before
     cpu_milli: Int = 0  # thousandths of a processor core; 0: not known, not limited
     memory_mb: Int = 0  # 10**6 bytes; 0: not known, not limited
@@ -196,6 +198,7 @@ class NodePod(Message, frozen=True, kw_only=True):
     last_save: bool = False  # if the client is ended, it writes the state that its pods hold
     submitted_at: float = 0.0  # of the job: its id may be used again; 0: not known
     started: bool = False  # a client had it running: one that does not know it leaves it be
+    args: tuple[str, ...] = ()  # of the script, behind the client's own
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
@@ -442,6 +445,10 @@ class PodReport(Message, frozen=True, kw_only=True):
     total_steps: Int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
     metrics: dict[str, float] | None = None  # None: unchanged
+    # How many epochs were over when the script logged a metric, by its name. One that is not among
+    # `metrics` was no finite number. None: it has logged none, or the launcher is of the version
+    # before.
+    metric_epochs: dict[str, Int] | None = None
     promise: str = ""  # what the training promises, for people; "": not known
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
 
@@ -578,6 +585,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     pods: Int | None = None  # at the first start; None: max_pods, of teachers min_pods
     slots_per_pod: Int = 1
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
+    args: tuple[str, ...] = ()  # of train.sh, or of the clients' own script, behind its own
     script: ScriptSpec = ScriptSpec()
     policy: str = "fixed_global"
     overlap: str = "auto"  # on, off, join, auto; `moves.choose_way` says what they mean
@@ -607,6 +615,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
         check_id("job_id", self.job_id)
         if self.folder is not None:
             check_id("folder", self.folder)
+        _check_args(self.args)
         _check_kind(self)
         _check_share(self)
         check_range("min_pods", self.min_pods, 0 if self.kind is JobKind.TEACHER else 1, 4096)
@@ -679,6 +688,17 @@ _SHARED_ONLY = {  # field -> its default
     "memory_mb": 0,
     "max_run_time_s": None,
 }
+
+
+def _check_args(args: tuple[str, ...]) -> None:
+    """Raise a WireError where no program could be started with these arguments."""
+    if len(args) > MAX_ARGS:
+        raise WireError(f"args: at most {MAX_ARGS}, got {len(args)}")
+    for arg in args:
+        if len(arg) > MAX_ARG_CHARS or "\0" in arg:
+            raise WireError(
+                f"args: at most {MAX_ARG_CHARS} characters each, none of them NUL, got {arg[:60]!r}"
+            )
 
 
 def _check_kind(spec: JobSpec) -> None:
@@ -882,6 +902,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     saving: SaveState | None = None  # what is being written now; None: nothing is
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
     allotment: Allotment | None = None  # None: not a shared job, or nothing is decided yet
+    metric_epochs: dict[str, Int] = {}  # as of PodReport  # noqa: RUF012
 
 
 class JobEvent(Message, frozen=True, kw_only=True):

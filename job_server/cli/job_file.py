@@ -35,6 +35,8 @@ def read_job_file(name: str) -> dict[str, Any]:
         _read_fault_tolerant(name, data)
     if isinstance(data.get("after"), str):
         data["after"] = [data["after"]]
+    if isinstance(data.get("args"), list):
+        data["args"] = [_argument(name, value) for value in data["args"]]
     _check_keys(name, "", data, JobSpec, (*_SHORT, "resources", "max_run_time", "fault_tolerant"))
     if "script" in data:
         if not isinstance(data["script"], dict):
@@ -94,6 +96,14 @@ def _read_fault_tolerant(name: str, data: dict[str, Any]) -> None:
         )
     _once(name, data, "fault_tolerant", "max_failures")
     data["max_failures"] = 0
+
+
+def _argument(name: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(
+            f"--file: {name}: args: expected texts and numbers, such as [--lr, 0.1], got {value!r}"
+        )
+    return str(value)
 
 
 def _move(name: str, data: dict[str, Any], short: str, field: str) -> None:

@@ -1,6 +1,7 @@
 """Read a job from flags and a YAML file, for `edl submit` and `edl simulate`."""
 
 import argparse
+import shlex
 from typing import Any
 
 from job_server.api.amounts import argument, cores, megabytes, seconds
@@ -42,6 +43,12 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
     add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
+    add(
+        "--args",
+        type=shlex.split,
+        metavar="'ARG ...'",
+        help="of that script, behind its own: --args='--lr 0.1'",
+    )
     _add_sharing_flags(parser)
     add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
     add(

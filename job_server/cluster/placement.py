@@ -66,9 +66,27 @@ def find_node(cluster: Cluster, node_id: str) -> NodeView | None:
 
 def serves(spec: JobSpec, node: Node) -> bool:
     """Say whether the node's client was started with what it takes to run this job."""
+    return is_meant_for(spec, node) and (node.gives_args or not spec.args)
+
+
+def is_meant_for(spec: JobSpec, node: Node) -> bool:
+    """Say whether the node has the job's script, whatever the version of its client."""
     if node.job_id is not None:
         return node.job_id == spec.job_id
     return spec.folder is not None and spec.folder in node.folders
+
+
+def why_unserved(spec: JobSpec, nodes: Iterable[Node]) -> str:
+    """Say why none of the nodes can run the job."""
+    old = [node.node_id for node in nodes if is_meant_for(spec, node) and not serves(spec, node)]
+    if old:
+        return (
+            f"the job clients of {_names(old)} are of a version that gives no args; "
+            "start them again with this one"
+        )
+    if spec.folder is None:
+        return f"no job client serves this job; start one with PADDLE_JOB_ID={spec.job_id}"
+    return f"no job client has the folder {spec.folder!r} in its --jobs_dir"
 
 
 def is_alive(view: NodeView, now: float, cluster: Cluster) -> bool:
@@ -146,9 +164,7 @@ def explain_shortage(
         silent = [view.node.node_id for view in cluster.nodes if serves(spec, view.node)]
         if silent:
             return f"the clients of {_names(silent)} are silent"
-        if spec.folder is None:
-            return f"no job client serves this job; start one with PADDLE_JOB_ID={spec.job_id}"
-        return f"no job client has the folder {spec.folder!r} in its --jobs_dir"
+        return why_unserved(spec, (view.node for view in cluster.nodes))
     parts = []
     for view in nodes:
         broken = [slot for slot in view.node.slots if not slot.usable]

@@ -7,7 +7,7 @@ other jobs hold, and shared ones that cannot be changed now, is foreign load to 
 from collections.abc import Iterable, Mapping, Sequence
 
 from job_server.api.wire import JobSpec, JobState, Node
-from job_server.cluster.placement import serves
+from job_server.cluster.placement import serves, why_unserved
 from job_server.jobs.events import Allotted
 from job_server.jobs.work import Goal
 from job_server.sharing.allocate import Allocation, JobView, Policy, allocate
@@ -280,16 +280,17 @@ class _Served:
         self._nodes = nodes
         self.ids = frozenset(node.node_id for node in nodes)
         self._own = {node.job_id for node in nodes if node.job_id is not None}
-        self._by_folder: dict[str | None, frozenset[str]] = {}
+        self._by_folder: dict[tuple[str | None, bool], frozenset[str]] = {}
 
     def _found(self, spec: JobSpec) -> frozenset[str]:
         if spec.job_id in self._own:
             return frozenset(node.node_id for node in self._nodes if serves(spec, node))
-        if spec.folder not in self._by_folder:
-            self._by_folder[spec.folder] = frozenset(
+        key = spec.folder, bool(spec.args)
+        if key not in self._by_folder:
+            self._by_folder[key] = frozenset(
                 node.node_id for node in self._nodes if serves(spec, node)
             )
-        return self._by_folder[spec.folder]
+        return self._by_folder[key]
 
     def nodes_of(self, spec: JobSpec) -> frozenset[str] | None:
         """Return the nodes that can run the job; None: all."""
@@ -299,6 +300,4 @@ class _Served:
     def why_not(self, spec: JobSpec) -> str:
         if self._found(spec):
             return ""
-        if spec.folder is None:
-            return f"no job client serves this job; start one with PADDLE_JOB_ID={spec.job_id}"
-        return f"no job client has the folder {spec.folder!r} in its --jobs_dir"
+        return why_unserved(spec, self._nodes)

@@ -28,6 +28,7 @@ def node_pods(job: TeacherJob) -> dict[str, tuple[NodePod, ...]]:
             slots=pod.site.slots,
             want=pod.desired,
             folder=job.spec.folder,
+            args=job.spec.args,
             max_trainers=job.spec.slots_per_pod,
             grace_s=job.spec.grace_s,
             service=job.service,

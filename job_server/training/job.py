@@ -240,6 +240,7 @@ class JobProgress:
     epoch: int = 0
     total_steps: int | None = None  # None: not known
     metrics: Mapping[str, float] = field(default_factory=dict)
+    metric_epochs: Mapping[str, int] = field(default_factory=dict)  # as of PodReport
     promise: str = ""  # of the training, for people; "": not known
     stepped_at: float | None = None  # when a new step was last reported; None: never
     steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the active stage

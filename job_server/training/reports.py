@@ -274,23 +274,31 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         best_step=max(progress.best_step, report.step),
         epoch=max(progress.epoch, report.epoch) if newer else progress.epoch,
         total_steps=progress.total_steps if report.total_steps is None else report.total_steps,
-        metrics=_merged(progress.metrics, report.metrics),
+        metrics=_merged(progress.metrics, report),
+        metric_epochs=_epochs(progress.metric_epochs, report.metric_epochs),
         promise=report.promise or progress.promise,
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
     )
 
 
-def _merged(before: Mapping[str, float], now: Mapping[str, float] | None) -> Mapping[str, float]:
+def _merged(before: Mapping[str, float], report: PodReport) -> Mapping[str, float]:
     """Return the newest value of each metric.
 
     Trainers that have begun just now know none but the loss of their steps. That one is never an
-    old one: it is left out of a report where it is not finite.
+    old one, nor is one that the script has logged: it is left out of a report where it is not
+    finite.
     """
+    now = report.metrics
     if now is None:
         return before
-    old = {name: value for name, value in before.items() if name != TRAIN_LOSS and name not in now}
+    gone = {TRAIN_LOSS, *now, *(report.metric_epochs or ())}
+    old = {name: value for name, value in before.items() if name not in gone}
     return dict([*old.items(), *now.items()][-MAX_METRICS:])
+
+
+def _epochs(before: Mapping[str, int], now: Mapping[str, int] | None) -> Mapping[str, int]:
+    return before if now is None else dict([*{**before, **now}.items()][-MAX_METRICS:])
 
 
 def _cut_is_on(work: Work) -> bool:

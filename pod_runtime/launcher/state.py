@@ -99,6 +99,7 @@ class StageRun:
     step_s: float | None = None  # None: too early to say
     promise: str = ""  # of the training, for people; "": not known
     metrics: dict[str, float] | None = None  # None: no trainer has sent any
+    metric_epochs: dict[str, int] | None = None  # None: the script has logged none
     durable: str = ""  # where a trainer has written the state they parked with; "": nowhere
     parked_as: SnapshotRef | None = None  # the snapshot that its trainers took; None: not yet
     previewed: SnapshotRef | None = None  # what its prepared trainers were shown last
@@ -355,7 +356,7 @@ def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
     )
     # The metrics of one trainer, not a mixture: those of the pod's lowest rank.
     if message.metrics is not None and rank == min(t.rank for t in run.trainers):
-        run = replace(run, metrics=message.metrics)
+        run = replace(run, metrics=message.metrics, metric_epochs=message.metric_epochs)
     parked = next((t.parked_at for t in run.trainers if t.rank == rank), None)
     if (
         parked is not None and message.step > parked
@@ -451,6 +452,7 @@ def report_on(run: StageRun, kind: ReportKind, **fields: Any) -> PodReport:
         total_steps=run.total_steps,
         step_s=run.step_s,
         metrics=run.metrics,
+        metric_epochs=run.metric_epochs,
         promise=run.promise,
         **fields,
     )

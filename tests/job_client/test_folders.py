@@ -1,5 +1,7 @@
 """Which scripts a server may have us run."""
 
+from dataclasses import replace
+
 import pytest
 
 from job_client.errors import PodStartError
@@ -58,6 +60,13 @@ def test_a_job_may_have_a_package_script(jobs_config):
 def test_a_server_cannot_name_what_is_not_a_job_of_ours(jobs_config, folder, reason):
     with pytest.raises(PodStartError, match=reason):
         recipe_for(jobs_config, pod(folder=folder))
+
+
+def test_a_job_gives_its_args_to_the_script_behind_the_clients_own(jobs_config, make_config):
+    args = ("--lr", "0.1")
+    assert recipe_for(jobs_config, replace(pod(folder="a"), args=args)).args == args
+    single = make_config(script_args=("x",))
+    assert recipe_for(single, replace(pod(), args=args)).args == ("x", *args)
 
 
 def test_a_client_with_one_script_runs_no_other(make_config):

@@ -30,6 +30,7 @@ POD = PodEnv(
     grace_s=2.5,
     token_file=Path("/logs/token"),
     submitted_at=1763815407.123457,
+    args=("--lr", "0.1"),
 )
 PLAN = StagePlan(
     job_id="job",

@@ -27,6 +27,8 @@ from job_server.api.wire import (
 )
 from pod_runtime import processes
 from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
+from pod_runtime.errors import LaunchError
+from pod_runtime.launch import check_args
 from pod_runtime.segment_header import SlotHeader, read_newest
 from pod_runtime.shim_wire import read_exit, request
 from tests.pod_runtime.fake_job_server import FakeJobServer, make_part, make_plan
@@ -183,6 +185,14 @@ def start_stage(server: FakeJobServer, stage: int, pod: PodUnderTest, **fields: 
     server.wait_told(ReportKind.LOADED, stage)
     server.say(make_plan(stage, Order.GO, (pod.part(),), **fields))
     return server.wait_told(ReportKind.FIRST_STEP, stage)
+
+
+def test_a_script_that_keeps_the_jobs_args_from_its_trainers_is_refused():
+    check_args((), ("--epochs", "3"))
+    check_args(("--lr", "0.1"), ("--epochs", "3", "--lr", "0.1"))
+    for given in ((), ("--lr", "0.2"), ("0.1", "--lr")):
+        with pytest.raises(LaunchError, match=r"\(--lr 0.1\) do not come .*; end the launch line"):
+            check_args(("--lr", "0.1"), given)
 
 
 def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, make_pod):

@@ -46,6 +46,7 @@ class StageSteps:
         self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
         self._warned_of_loss = False  # that it is no number
         self._logged: dict[str, float] = {}  # by the script
+        self._logged_at: dict[str, int] = {}  # name -> epochs that were over then
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._committed_at = time.monotonic()
 
@@ -130,6 +131,7 @@ class StageSteps:
                 step_s=self._step_s,
                 promise=progress.promise,
                 metrics=self.metrics,
+                metric_epochs=self._logged_at or None,
                 at_once=at_once,
             )
 
@@ -140,6 +142,8 @@ class StageSteps:
     def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Show these numbers from now on; return them and the loss."""
         self._logged = {**self._logged, **metrics}
+        epochs = self.cursor.epoch + self.stage.progress.epoch_is_over
+        self._logged_at = {**self._logged_at, **dict.fromkeys(metrics, epochs)}
         return {**self._train_loss(), **metrics}
 
     def metrics(self) -> dict[str, float] | None:

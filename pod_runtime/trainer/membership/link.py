@@ -191,12 +191,14 @@ class LauncherLink:
         step_s: float,
         promise: str,
         metrics: Callable[[], dict[str, float] | None],
+        metric_epochs: dict[str, int] | None,
         at_once: bool,
     ) -> None:
         """Send `step`, unless one was sent just now or the launcher does not read.
 
         Args:
             metrics: called if it is sent; None: they are as before.
+            metric_epochs: how many epochs were over when the script logged each of its metrics.
         """
         now = time.monotonic()
         if now - self._last_step_at < STEP_PERIOD_S and not at_once:
@@ -211,6 +213,7 @@ class LauncherLink:
                 total_steps=total_steps,
                 step_s=step_s,
                 metrics=metrics(),
+                metric_epochs=metric_epochs,
                 promise=promise,
             )
         )

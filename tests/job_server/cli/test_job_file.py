@@ -40,6 +40,13 @@ def test_flags_override_the_file_and_have_the_same_words(tmp_path):
     assert (spec.priority, spec.user, spec.max_pods) == (-3, "bob", 4)
 
 
+def test_a_job_has_arguments_for_its_script(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nargs: [--lr, 0.1, --name, b c]\n")
+    assert read(path).args == ("--lr", "0.1", "--name", "b c")
+    assert read(path, "--args=--lr 0.2 --name 'd e'").args == ("--lr", "0.2", "--name", "d e")
+
+
 def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_size(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("name: a\nmin: 2\nmax: 2\nfault_tolerant: false\n")
@@ -62,6 +69,8 @@ def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_siz
         ("name: a\nmax_run_time: soon", "max_run_time: expected a time, such as 90 s"),
         ("name: a\nmax_run_time: [1]", "max_run_time: expected a number or a text"),
         ("name: a\nfault_tolerant: 1", "fault_tolerant: expected true or false"),
+        ("name: a\nargs: [--flip, true]", "args: expected texts and numbers, such as [--lr, 0.1]"),
+        ("name: a\nargs: --lr 0.1", "args: expected"),
         ("name: a\nscript: train.py", "what trains is train.sh in the job's folder"),
         ("name: a\npriority: 5", "priority: only of a job that shares the cluster; add share"),
         ("name: a\nshare: true\npods: 3", "pods: the server chooses how many pods"),

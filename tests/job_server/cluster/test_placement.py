@@ -112,6 +112,15 @@ def test_a_node_serves_the_job_it_was_started_for_or_those_whose_folder_it_has(
     assert serves(spec(folder=folder), shown) is expected
 
 
+def test_a_job_with_args_runs_only_where_the_client_gives_them():
+    old, new = (node(gives_args=gives) for gives in (False, True))
+    assert [serves(spec(args=args), old) for args in ((), ("--lr",))] == [True, False]
+    assert [serves(spec(args=args), new) for args in ((), ("--lr",))] == [True, True]
+    assert shortage(view(old), args=("--lr",)) == (
+        "the job clients of a are of a version that gives no args; start them again with this one"
+    )
+
+
 def shortage(*views: NodeView, **changes: Any) -> str:
     return explain_shortage(spec(**changes), cluster(*views), NOW, wanted=3, placeable=1)
 

@@ -495,6 +495,22 @@ def test_metrics_stay_until_they_are_reported_again_but_for_the_training_loss():
     assert len(shown(**{f"name{number}": 1.0 for number in range(600)})) == 500
 
 
+def test_a_metric_comes_with_the_epochs_that_were_over_when_it_was_logged():
+    made = trains(world())
+
+    def shown(epochs: dict[str, int] | None = None, **metrics: float):
+        step = made.job.progress.step + 1
+        said = {"metrics": metrics, "metric_epochs": epochs}
+        tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, **said)
+        return made.status.metrics, made.status.metric_epochs
+
+    assert shown({"a": 1}, a=0.5) == ({"a": 0.5}, {"a": 1})
+    assert shown(None, train_loss=2.0)[1] == {"a": 1}  # the next stage's trainers know of none
+    assert shown({"a": 2, "b": 2}, a=0.6, b=1.0) == ({"a": 0.6, "b": 1.0}, {"a": 2, "b": 2})
+    # What became NaN does not keep the value of an earlier epoch.
+    assert shown({"a": 3, "b": 3}, b=1.5) == ({"b": 1.5}, {"a": 3, "b": 3})
+
+
 def test_the_script_clock_is_worth_a_write_every_five_seconds():
     made = trains(world(script=ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=900.0)))
     writes = 0

@@ -454,12 +454,15 @@ def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     pod = Simulated()
     pod.load(step=4)
     assert ReportKind.FIRST_STEP in kinds(pod.say(1, Stepped(step=5)))
-    said = Stepped(step=5, metrics={"loss": 2.0}, promise="rounding, 3 shards")
+    said = Stepped(
+        step=5, metrics={"loss": 2.0}, metric_epochs={"loss": 1}, promise="rounding, 3 shards"
+    )
     assert kinds(pod.say(0, said)) == []
     assert next_deadline(pod.pod) == NOW + 1.0
     (progress,) = reports(pod.wait(1.0))
     assert progress.kind is ReportKind.PROGRESS
     assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
+    assert progress.metric_epochs == {"loss": 1}
     assert progress.promise == "rounding, 3 shards"
 
 

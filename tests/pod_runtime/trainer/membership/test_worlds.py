@@ -83,6 +83,8 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
     stage = job.start(2, *out(job), restore_from=job.newest(), give_to=[1])
     stage.go()
     finish(stage)
+    newest = stage.trainers[0].words("step")[-1]
+    assert (newest["metrics"]["epoch"], newest["metric_epochs"]) == (2, {"epoch": 3})
 
 
 def test_the_best_checkpoint_outlives_changes_kills_and_retention(launch):

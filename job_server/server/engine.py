@@ -499,7 +499,12 @@ class Engine:
         if any(use.alive and use.report is None for use in nodes):
             return
         jobs = [entry.job for entry in self.jobs.values()]
-        for job_id, event in decide(POLICIES[self._policy], jobs, nodes, now):
+        try:
+            news = decide(POLICIES[self._policy], jobs, nodes, now)
+        except Exception:  # every request comes by here: nodes and jobs are to be heard all the same
+            logger.exception("it cannot be decided what shared jobs have: they keep what they have")
+            return
+        for job_id, event in news:
             entry = self.jobs.get(job_id)
             if entry is not None:
                 self._step_or_log(entry, event)
@@ -652,8 +657,8 @@ class Engine:
         Raises:
             BadRequest: it needs more than the cluster has, or a job that will not succeed.
         """
-        states = {job_id: entry.state for job_id, entry in self.jobs.items()}
-        why = why_not_after(spec, states) or why_never(spec, self._node_uses(self.now()))
+        jobs = {job_id: entry.job for job_id, entry in self.jobs.items()}
+        why = why_not_after(spec, jobs) or why_never(spec, self._node_uses(self.now()))
         if why:
             raise BadRequest(why)
 

@@ -11,6 +11,7 @@ from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
 
 SMOOTHED_S = 10.0  # over which foreign load is averaged
+UNKNOWN_S = 60.0  # a load that was not reported for so long is not known any more
 LOAD_STEP = 0.05  # of a node's capacity: foreign load that differs by less is the same
 NODES_PER_S = 500  # whose heartbeats one server hears with half a core, beside their launchers'
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
@@ -29,6 +30,8 @@ class SmoothedLoad:
 
     def note(self, reported: int | None, capacity: int, now: float) -> None:
         if reported is None:
+            if self.at is not None and now - self.at > UNKNOWN_S:
+                self.used, self.at = 0, None
             return
         if self.at is None:
             self.mean = self.used = reported

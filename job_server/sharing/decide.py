@@ -217,17 +217,36 @@ def _shown(use: NodeUse, slots: int) -> str:
     return text
 
 
-def why_not_after(spec: JobSpec, states: Mapping[str, JobState]) -> str:
+def why_not_after(spec: JobSpec, jobs: Mapping[str, AnyJob]) -> str:
     """Return why a job that is submitted now could never follow its `after`; "": it may."""
     for other in spec.after:
-        if other not in states:
+        if other not in jobs:
             return f"after: there is no job {other!r}; submit it first"
-        if states[other].ended and states[other] is not JobState.SUCCEEDED:
+        state = jobs[other].state
+        if state.ended and state is not JobState.SUCCEEDED:
             return (
-                f"after: job {other!r} has {states[other].value}, so it never succeeds; submit it "
+                f"after: job {other!r} has {state.value}, so it never succeeds; submit it "
                 "again under another name, and name that"
             )
+        if spec.job_id in _ahead_of(other, jobs):
+            return (
+                f"after: job {other!r} itself waits for the success of {spec.job_id!r}, so neither "
+                f"would ever start; leave it out, or stop {other!r} first"
+            )
     return ""
+
+
+def _ahead_of(job_id: str, jobs: Mapping[str, AnyJob]) -> set[str]:
+    """Return all jobs for whose success the job waits, and those for which they wait."""
+    found = set[str]()
+    left = [job_id]
+    while left:
+        job = jobs.get(left.pop())
+        if isinstance(job, Job) and not job.state.ended:
+            more = set(job.spec.after) - set(job.share.met) - found
+            found |= more
+            left += more
+    return found
 
 
 def _met(job: Job, states: Mapping[str, JobState]) -> tuple[str, ...]:

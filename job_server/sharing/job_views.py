@@ -49,7 +49,7 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         min_trainers=spec.min_pods,
         max_trainers=most_pods(job),
         each=pod_needs(spec),
-        placed=_placed(job, bound, now),
+        placed=_placed(job, bound, nodes, now),
         nodes=nodes,
         runs=job.goal is Goal.RUN and any(pod.usable for pod in job.pods),
         home=bound,
@@ -77,17 +77,29 @@ def most_pods(job: Job) -> int:
     return job.spec.max_pods if most is None else min(most, job.spec.max_pods)
 
 
-def _placed(job: Job, home: str, now: float) -> Mapping[str, int]:
-    """Return node -> pods: what is allotted, and what is there if that was never reached."""
+def _placed(
+    job: Job, home: str, nodes: frozenset[str] | None, now: float
+) -> Mapping[str, int]:
+    """Return node -> pods: what is allotted, and what is there if that was never reached.
+
+    On nodes that serve the job no more (their folder is gone) these are the pods that run there.
+    """
     allotment, stage = job.share.allotment, job.active
     if allotment is None or not allotment.pods:
         return {}
-    if home and home not in allotment.nodes and not any(pod.usable for pod in job.pods):
+    there = count_by_node(pod.site.node_id for pod in job.pods if pod.usable)
+    if home and home not in allotment.nodes and not there:
         return {}
     late = now >= allotment.since + LATE_PATIENCES * job.spec.prepare_timeout_s
     if late and stage is not None and stage.over is None and job.preparing is None:
         return count_by_node(member.pod.node_id for member in stage.members)
-    return allotment.nodes
+    if nodes is None:
+        return allotment.nodes
+    return {
+        node_id: placed
+        for node_id, pods in allotment.nodes.items()
+        if (placed := pods if node_id in nodes else min(pods, there.get(node_id, 0)))
+    }
 
 
 def _change_s(job: Job) -> float:

@@ -233,7 +233,9 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
     if not ready or work.now < job.budget.retry_at or stage.standby:
         return
     if stage.way is Way.START:
-        enter_start(work)
+        nodes = [member.pod.node_id for member in stage.members]
+        if not job.spec.share or not _leaves_its_state(work, nodes):  # a node may be back that has it
+            enter_start(work)
         return
     if active is None or active.resuming:
         return

@@ -154,7 +154,8 @@ def give_way(work: Work) -> None:
 
 def stop_for_now(work: Work, why: str) -> None:
     """Begin to write the job's state and to free its slots, unless no client could write it."""
-    views = [find_node(work.cluster, pod.site.node_id) for pod in work.job.pods if pod.usable]
+    pods = [pod for pod in work.job.pods if not pod.released]  # one that has left may hold it
+    views = [find_node(work.cluster, pod.site.node_id) for pod in pods]
     known = [view.node.saves for view in views if view is not None]
     if known and not any(known):
         text = "the job clients of its nodes are of a version that writes no states"
@@ -221,6 +222,8 @@ def stop_overdue(work: Work) -> None:
     job, limit_s = work.job, work.job.spec.max_run_time_s
     if limit_s is None or job.goal not in (Goal.RUN, Goal.YIELD) or run_time_s(job) < limit_s:
         return
+    if finishes(job) or work.now < job.grace_from + work.cluster.silence_s:
+        return  # ... or may have, while the server was away: launchers say so within that time
     text = f"it has run for its max_run_time_s of {duration(limit_s)}"
     work.set(goal=Goal.STOP, ending=replace(job.ending, stopped=text))
     work.note(f"stopping: {text}")

@@ -225,6 +225,18 @@ def test_a_job_is_stopped_with_its_state_when_it_has_run_for_its_time(cluster):
     assert 60.0 <= ran_s < 62.0
 
 
+def test_a_job_that_was_complete_before_the_server_was_back_has_not_run_for_too_long(cluster):
+    cluster.add("job", 1, 1, max_run_time_s=30.0, steps=50)
+    cluster.add("next", 1, 1, after=("job",))
+    cluster.run(20)
+    cluster.end_server(kill=True)
+    cluster.run(20)
+    cluster.start_server()
+    cluster.run(10)
+    assert cluster.status("job").state is JobState.SUCCEEDED
+    assert cluster.sizes()["next"] == 1
+
+
 def test_users_pause_resume_and_limit_a_shared_job(cluster):
     cluster.add("job", 1, 5)
     cluster.add("other", 1, 5)
@@ -245,6 +257,56 @@ def test_users_pause_resume_and_limit_a_shared_job(cluster):
     with pytest.raises(Conflict, match=r"pods: 6 pods are above the job's max_pods \(5\)"):
         cluster.service.ask("job", ResizeAsked(Resize(pods=6)))
     no_step_is_lost(cluster, "job")
+
+
+def test_a_job_that_could_not_be_stopped_queues_again_at_once_after_a_pause(cluster):
+    cluster.add("low", 5, 5)
+    cluster.job("low").full = {"a", "b", "c", "path"}
+    cluster.run(20)
+    cluster.add("high", 2, 2, priority=1, steps=10)
+    cluster.run(20)
+    assert "cannot be stopped" in cluster.status("low").allotment.reason
+    cluster.job("low").full.clear()
+    cluster.service.ask("low", PauseAsked())
+    cluster.run(60)
+    assert cluster.status("high").state is JobState.SUCCEEDED
+    assert cluster.status("low").state is JobState.PAUSED
+    cluster.service.ask("low", ResumeAsked())
+    cluster.run(20)
+    assert cluster.sizes()["low"] == 5
+    no_step_is_lost(cluster, "low")
+
+
+def test_a_job_does_not_start_elsewhere_once_the_node_that_has_its_state_is_back(cluster):
+    cluster.add("job", 1, 1)
+    cluster.job("job").has_path = False
+    cluster.run(20)
+    for pod in cluster.job("job").nodes["a"].pods.values():
+        pod.end(signal=9)  # its shim keeps the state
+    cluster.client_acts("a")
+    cluster.machines["a"].link = False
+    while cluster.status("job").allotment.nodes == {"a": 1}:
+        cluster.round()
+    assert cluster.job("job").preparing.pod_ids
+    cluster.machines["a"].link = True
+    cluster.run(30)
+    assert cluster.sizes() == {"job": 1}
+    texts = " ".join(cluster.events("job"))
+    assert "its newest state is in the memory of nodes that it is to leave" in texts
+    assert "began again" not in texts
+
+
+def test_what_cannot_be_decided_keeps_nobody_else_from_the_server(cluster, monkeypatch):
+    cluster.add("job", 1, 5)
+    cluster.run(20)
+
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("job_server.server.engine.decide", fails)
+    cluster.service.submit(wire.JobSpec(job_id="other", folder="train"))
+    cluster.run(20)
+    assert cluster.sizes() == {"job": 5}
 
 
 def test_a_limit_of_a_node_takes_trainers_off_it(cluster):

@@ -94,6 +94,15 @@ def test_what_was_allotted_but_never_begun_is_taken_back_when_others_have_the_sl
     assert told([own, job], use("a"))["job"] == Allotted({}, "waits: no room for its least, 2")
 
 
+def test_a_job_is_allotted_other_nodes_where_it_has_no_pods_and_is_served_no_more():
+    held = Allotment(pods=2, reason="there is room", since=990.0, nodes={"a": 2})
+    job = replace(shared("job"), share=Share(allotment=held))
+    nodes = use("a", folders=()), use("b")
+    assert told([job], *nodes)["job"].nodes == {"b": 2}
+    assert told([with_pods(job, "a", 0)], *nodes)["job"].nodes == {"a": 1, "b": 1}
+    assert told([with_pods(job, "a", 0, 1)], *nodes) == {}
+
+
 def test_a_silent_node_keeps_the_pods_that_nobody_has_given_up_and_gets_no_more():
     held = Allotment(pods=1, reason="there is room", since=900.0, nodes={"a": 1})
     job = with_pods(replace(shared("job", most=4), share=Share(allotment=held)), "a", 0)
@@ -133,10 +142,21 @@ def test_what_the_cluster_never_has_is_said_with_the_numbers(fields, says):
 
 def test_a_job_that_follows_one_which_cannot_succeed_is_refused():
     spec = shared("job", after=("one", "two")).spec
-    states = {"one": JobState.RUNNING, "two": JobState.SUCCEEDED}
-    assert why_not_after(spec, states) == ""
-    assert "job 'one' has FAILED" in why_not_after(spec, {**states, "one": JobState.FAILED})
-    assert "no job 'two'" in why_not_after(spec, {"one": JobState.RUNNING})
+    one, two = shared("one"), replace(shared("two"), state=JobState.SUCCEEDED)
+    failed = replace(one, state=JobState.FAILED)
+    assert why_not_after(spec, {"one": one, "two": two}) == ""
+    assert "job 'one' has FAILED" in why_not_after(spec, {"one": failed, "two": two})
+    assert "no job 'two'" in why_not_after(spec, {"one": one})
+
+
+def test_a_job_that_would_wait_for_one_which_waits_for_it_is_refused():
+    waits, other = shared("waits", after=("other",)), shared("other", after=("job", "waits"))
+    jobs = {"waits": waits, "other": other}
+    spec = shared("job", after=("waits",)).spec
+    assert "'waits' itself waits for the success of 'job'" in why_not_after(spec, jobs)
+    went_on = replace(other, share=Share(met=("job",)))  # by an earlier job of that name
+    assert why_not_after(spec, {**jobs, "other": went_on}) == ""
+    assert why_not_after(shared("third", after=("waits",)).spec, jobs) == ""
 
 
 def test_step_times_and_the_work_left_follow_from_what_stages_have_done():
@@ -171,3 +191,5 @@ def test_short_peaks_of_foreign_load_do_not_count_and_lasting_ones_do():
     assert len(seen) < 12
     load.note(None, 8000, 61.0)
     assert abs(load.used - 5300) < 500
+    load.note(None, 8000, 130.0)  # by a client of a version that does not measure it
+    assert load.used == 0

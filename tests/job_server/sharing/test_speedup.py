@@ -38,6 +38,12 @@ def test_no_measurement_makes_a_part_negative_or_a_speed_up_of_none():
         assert all(found.speedup(n) > 0 for n in (1, 2, 64))
 
 
+def test_step_times_that_are_worlds_apart_give_a_speed_up_all_the_same():
+    for measured in ({1: 1e-14, 2: 1.0}, {1: 100.0, 4: 1e-9}, {2: 1e-9, 3: 1e-9, 64: 1e3}):
+        found = fit(measured)
+        assert all(found.speedup(n) > 0 for n in (1, 2, 64))
+
+
 def test_more_trainers_of_a_usual_job_bring_less_each():
     gains = [USUAL.speedup(n + 1) - USUAL.speedup(n) for n in range(1, 10)]
     assert all(later < earlier for earlier, later in itertools.pairwise(gains))

@@ -501,7 +501,7 @@ class Engine:
         jobs = [entry.job for entry in self.jobs.values()]
         try:
             news = decide(POLICIES[self._policy], jobs, nodes, now)
-        except Exception:  # every request comes by here: nodes and jobs are to be heard all the same
+        except Exception:  # every request comes by here, and nodes are to be heard all the same
             logger.exception("it cannot be decided what shared jobs have: they keep what they have")
             return
         for job_id, event in news:

@@ -77,9 +77,7 @@ def most_pods(job: Job) -> int:
     return job.spec.max_pods if most is None else min(most, job.spec.max_pods)
 
 
-def _placed(
-    job: Job, home: str, nodes: frozenset[str] | None, now: float
-) -> Mapping[str, int]:
+def _placed(job: Job, home: str, nodes: frozenset[str] | None, now: float) -> Mapping[str, int]:
     """Return node -> pods: what is allotted, and what is there if that was never reached.
 
     On nodes that serve the job no more (their folder is gone) these are the pods that run there.

@@ -217,8 +217,7 @@ def _asked(work: Work, event: Event) -> None:
             if job.goal is not Goal.PAUSE:
                 # One that yields is on its way to the same: its halt goes on.
                 halt = job.halt if job.goal is Goal.YIELD else None
-                share = replace(job.share, allotment=None, refused_at=0.0)
-                work.set(goal=Goal.PAUSE, halt=halt, share=share)
+                work.set(goal=Goal.PAUSE, halt=halt, share=replace(job.share, allotment=None))
                 work.note("pausing on request")
         case ResumeAsked():
             if job.halt is None or job.halt.phase is not HaltPhase.DONE:

@@ -234,8 +234,9 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
         return
     if stage.way is Way.START:
         nodes = [member.pod.node_id for member in stage.members]
-        if not job.spec.share or not _leaves_its_state(work, nodes):  # a node may be back that has it
-            enter_start(work)
+        if job.spec.share and _leaves_its_state(work, nodes):
+            return  # the node that has it was silent as the start began, and is back
+        enter_start(work)
         return
     if active is None or active.resuming:
         return

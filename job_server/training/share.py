@@ -157,7 +157,7 @@ def stop_for_now(work: Work, why: str) -> None:
     pods = [pod for pod in work.job.pods if not pod.released]  # one that has left may hold it
     views = [find_node(work.cluster, pod.site.node_id) for pod in pods]
     known = [view.node.saves for view in views if view is not None]
-    if known and not any(known):
+    if _may_lose(work.job) and known and not any(known):
         text = "the job clients of its nodes are of a version that writes no states"
         stays_after_all(work, text)
         work.note(f"not stopped: {text}")
@@ -179,8 +179,16 @@ def stays_after_all(work: Work, why: str) -> None:
 
 
 def is_refused(job: Job, now: float) -> bool:
-    """Whether the job could not be stopped just now."""
-    return job.share.refused_at > 0 and now < job.share.refused_at + REFUSED_S
+    """Whether the job could not be stopped just now, and would still lose steps by it."""
+    since = job.share.refused_at
+    return since > 0 and now < since + REFUSED_S and _may_lose(job)
+
+
+def _may_lose(job: Job) -> bool:
+    """Whether it trains, or only memory holds its newest state."""
+    stage = job.active
+    trains = stage is not None and stage.committed and stage.over is None
+    return trains or unsaved(job) is not None
 
 
 def limit_pods(work: Work, pods: int) -> None:

@@ -161,6 +161,18 @@ def test_a_job_whose_clients_write_no_states_is_not_stopped(cluster):
     no_step_is_lost(cluster, "low")
 
 
+def test_a_job_that_has_made_no_step_is_taken_off_clients_that_write_no_states(cluster):
+    for machine in cluster.machines.values():  # of the version before
+        machine.node, machine.server_id = replace(machine.node, saves=False), ""
+    cluster.round()
+    cluster.add("low", 5, 5)
+    cluster.add("high", 2, 2, priority=1, steps=10)
+    cluster.run(30)
+    assert cluster.status("high").state is JobState.SUCCEEDED
+    assert not [text for text in cluster.events("low") if "not stopped" in text]
+    assert cluster.sizes()["low"] == 5
+
+
 def test_a_job_that_was_stopped_starts_on_the_node_that_has_its_state(cluster):
     cluster.add("job", 2, 2)
     cluster.job("job").has_path = False  # its state goes to the run folder of one node

@@ -124,6 +124,9 @@ def follow(work: Work) -> None:
         return
     stay, missing = split(job.known_pods(stage.pod_ids), allotment.nodes)
     leave = len(stage.members) - len(stay)
+    if not job.elastic and (leave or missing):  # it was allotted as the job began
+        _stay(work, "its trainers have not called the elastic loop: a change starts them afresh")
+        return
     if not stay:  # no trainer that stays could hand the state on
         stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
         return
@@ -168,13 +171,19 @@ def stop_for_now(work: Work, why: str) -> None:
 
 def stays_after_all(work: Work, why: str) -> None:
     """Enter that a job could not be stopped: it has what it has, for a while."""
+    _stay(work, f"cannot be stopped: {why}")
+    work.set(share=replace(work.job.share, refused_at=work.now))
+
+
+def _stay(work: Work, reason: str) -> None:
+    """Enter that a job is allotted what it has."""
     stage, pods = work.job.active, work.job.pods
     nodes = count_by_node(pod.site.node_id for pod in pods if not pod.released)
     if stage is not None:
         nodes = count_by_node(member.pod.node_id for member in stage.members)
-    count, reason = sum(nodes.values()), f"cannot be stopped: {why}"
+    count = sum(nodes.values())
     held = Allotment(pods=count, reason=reason, since=work.now, nodes=nodes)
-    work.set(share=replace(work.job.share, allotment=held, refused_at=work.now), target=count)
+    work.set(share=replace(work.job.share, allotment=held), target=count)
     work.progress(queue_reason=reason)
 
 

@@ -173,6 +173,24 @@ def test_a_job_that_has_made_no_step_is_taken_off_clients_that_write_no_states(c
     assert cluster.sizes()["low"] == 5
 
 
+def test_a_job_without_the_elastic_loop_keeps_what_it_began_with(cluster):
+    for name in ("b", "c"):
+        cluster.service.limit_node(name, wire.NodeLimit(slots=0))
+    cluster.add("plain", 1, 5)
+    plain = cluster.job("plain")
+    plain.elastic = False
+    for name in ("b", "c"):
+        cluster.service.limit_node(name, wire.NodeLimit(slots=None))
+    assert cluster.status("plain").allotment.pods == 5
+    cluster.run(30)
+    assert cluster.sizes() == {"plain": 2}
+    assert cluster.status("plain").allotment.nodes == {"a": 2}
+    assert [each.way for each in cluster.status("plain").stages] == [wire.Way.START]
+    cluster.add("other", 3, 5)
+    cluster.run(20)
+    assert cluster.sizes() == {"plain": 2, "other": 3}
+
+
 def test_a_job_that_was_stopped_starts_on_the_node_that_has_its_state(cluster):
     cluster.add("job", 2, 2)
     cluster.job("job").has_path = False  # its state goes to the run folder of one node

@@ -142,7 +142,7 @@ class BaseState(ABC):
         ]
         self._tensors = [tensor for _name, tensor in named]
         shapes = [tuple(each.shape) for name, each in named if name.startswith(self._RESHAPED)]
-        key = ([name for name, _tensor in named], shapes)
+        key = ([(name, tensor.dtype) for name, tensor in named], shapes)
         if self._layout is None or key != self._layout_key:
             dtype_name = self._tensor_tools.dtype_name
             self._layout = make_layout(

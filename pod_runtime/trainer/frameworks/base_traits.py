@@ -6,15 +6,19 @@ state (a hook, a layer in another's place) is named instead.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pod_runtime.trainer.frameworks.plain_values import differ
+from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
 
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
+
+_CONTAINERS = (list, tuple, dict, set, deque)
+_MOST, _DEEPEST = 1000, 3  # members that are looked at one by one, and containers within another
 
 
 class BaseTraits(ABC):
@@ -23,8 +27,13 @@ class BaseTraits(ABC):
     Layers have `training`, `eval()` and their attributes in `__dict__`, as in both frameworks.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    # Said by a framework: its package, and attributes of layers and optimizers that are its own.
+    _PACKAGE: ClassVar[str]
+    _OF_LAYERS: ClassVar[frozenset[str]]
+    _OF_OPTIMIZERS: ClassVar[frozenset[str]]
+
+    def __init__(self, model: Any, optimizers: Sequence[Any]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
         self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
         self._things = self._owners()
         self._built = self._read()
@@ -67,7 +76,10 @@ class BaseTraits(ABC):
 
     @abstractmethod
     def _tensor_version(self, value: Any) -> Any:
-        """Return a mark that changes when a tensor is written to or replaced."""
+        """Return a mark that changes when a tensor is written to or replaced.
+
+        None: it is trained, or computed of what is; or it is no tensor.
+        """
 
     # --- what a state carries
 
@@ -79,7 +91,7 @@ class BaseTraits(ABC):
                 continue
             built = self._built.get(owner, {})
             differs = {
-                name: list(value) if isinstance(value, tuple) else value
+                name: list(value) if isinstance(value, list | tuple) else value
                 for name, value in self._read_one(owner, thing).items()
                 if (name not in built or differ(built[name], value)) and self._counts(owner, name)
             }
@@ -94,8 +106,9 @@ class BaseTraits(ABC):
             built = self._built.get(owner, {})
             for name, value in {**built, **changed.get(owner, {})}.items():
                 if name not in values or differ(values[name], value):
-                    wanted = tuple(value) if type(built.get(name)) is tuple else value
-                    self._set(self._things[owner], name, wanted)
+                    if isinstance(value, list | tuple):  # a list of its own: it may be put into
+                        value = tuple(value) if type(built.get(name)) is tuple else list(value)
+                    self._set(self._things[owner], name, value)
         return sorted(changed.keys() - self._things.keys())
 
     def _is_as_built(self, owner: str, thing: Any) -> bool:
@@ -153,9 +166,47 @@ class BaseTraits(ABC):
             for attribute, value in self._loose_tensors(layer):
                 what = f"{attribute} of {who}, a tensor outside of its state_dict"
                 found[what] = self._version(value)
+            found |= self._read_containers(who, layer, self._OF_LAYERS)
+        for number, optimizer in enumerate(self._optimizers):
+            who = f"the optimizer{f' {number}' if number else ''}"
+            found |= self._read_optimizer(who, optimizer)
         for name, parameter in self._model.named_parameters():
-            found[f"parameter {name}, which is another one now"] = id(parameter)
+            found[f"parameter {name}, which is another one now"] = (id(parameter), parameter.dtype)
         return found
+
+    def _read_optimizer(self, who: str, optimizer: Any) -> dict[str, Any]:
+        found = self._read_containers(who, optimizer, self._OF_OPTIMIZERS)
+        if self._is_of_framework(optimizer):
+            return found
+        for name, value in vars(optimizer).items():
+            version = None if name in self._OF_OPTIMIZERS else self._version(value)
+            if version is not None:
+                found[f"{name} of {who}, a tensor outside of its state"] = version
+        return found
+
+    def _read_containers(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
+        """Return marks of the lists and the like that are no plain values."""
+        if self._is_of_framework(thing):
+            return {}
+        return {
+            f"{name} of {who}, a {type(value).__name__}": self._mark(value)
+            for name, value in vars(thing).items()
+            if name not in skipped and isinstance(value, _CONTAINERS) and not is_plain(value)
+        }
+
+    def _is_of_framework(self, thing: Any) -> bool:
+        return type(thing).__module__.partition(".")[0] == self._PACKAGE
+
+    def _mark(self, value: Any, depth: int = 1) -> Any:
+        """Return plain values that change when something is put into a container, or taken out."""
+        if not isinstance(value, _CONTAINERS):
+            return value if is_plain(value) else self._version(value)
+        if len(value) > _MOST or depth > _DEEPEST:
+            return id(value), len(value)
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [
+            (key if is_plain(key) else id(key), self._mark(each, depth + 1)) for key, each in pairs
+        ]
 
     def _version(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -165,4 +216,10 @@ class BaseTraits(ABC):
     # --- reading
 
     def _read(self) -> Found:
-        return {owner: self._read_one(owner, thing) for owner, thing in self._things.items()}
+        return {
+            owner: {
+                name: list(value) if isinstance(value, list) else value  # a script may put into it
+                for name, value in self._read_one(owner, thing).items()
+            }
+            for owner, thing in self._things.items()
+        }

@@ -6,16 +6,18 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.base.framework import EagerParamBase
 
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.plain_values import is_plain
 
 _ALL = "layers"  # stands for all of them
-_OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
 # What the framework itself changes, or what the state holds elsewhere.
 _OF_OPTIMIZERS = frozenset(
     ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
-     "_sign")
+     "_sign", "_accumulators", "_accumulators_holder", "_already_create_accumulator",
+     "_auxiliary_vars", "_default_dict", "_learning_rate_map", "_master_grads", "_master_weights",
+     "_opti_name_list", "_param_device_map", "_param_dict", "_param_groups", "_parameter_list")
 )  # fmt: skip
 _OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
 _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
@@ -25,9 +27,12 @@ _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's re
 class PaddleTraits(BaseTraits):
     """The traits of one model, its optimizers and their schedulers."""
 
+    _PACKAGE = "paddle"
+    _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # of any layer
+    _OF_OPTIMIZERS = _OF_OPTIMIZERS
+
     def __init__(self, model: Any, optimizers: Sequence[Any]) -> None:
-        self._optimizers = list(optimizers)
-        super().__init__(model)
+        super().__init__(model, optimizers)
         # Most owners never change, and that is seen at once.
         self._quick = {
             owner: (len(_attributes(self._things[owner])), tuple(values), tuple(values.values()))
@@ -151,7 +156,7 @@ class PaddleTraits(BaseTraits):
                 "need_clip": thing.need_clip,
                 "learning_rate": thing.optimize_attr.get("learning_rate"),
             }
-        skipped = _OF_LAYERS if kind == "layer" else _OF_OPTIMIZERS
+        skipped = self._OF_LAYERS if kind == "layer" else self._OF_OPTIMIZERS
         if kind.startswith("scheduler"):
             thing.state_keys()
             skipped = _OF_SCHEDULERS.union(thing.keys)
@@ -218,7 +223,11 @@ class PaddleTraits(BaseTraits):
             vars(thing)[name] = value
 
     def _tensor_version(self, value: Any) -> Any:
-        return (id(value), value.inplace_version) if value._is_initialized() else None
+        if not isinstance(value, paddle.Tensor) or not value.stop_gradient:
+            return None
+        if isinstance(value, EagerParamBase) or not value._is_initialized():
+            return None
+        return id(value), value.inplace_version
 
 
 def _attributes(thing: Any) -> dict[str, Any]:

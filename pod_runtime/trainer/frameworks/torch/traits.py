@@ -11,12 +11,10 @@ from torch import nn
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.plain_values import is_plain
 
-_OF_LAYERS = frozenset(vars(nn.Module())) - {"training"}  # the framework's own, of any layer
 # The framework's own, of any optimizer, and what a scheduler notes there.
-_OF_OPTIMIZERS = frozenset(
-    ("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured",
-     "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-)  # fmt: skip
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.Optimizer([torch.zeros(0)], {}))) | {
+    "_opt_called", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"
+}  # fmt: skip
 _WATCH = "train"  # an attribute that stands before the method while modes are watched
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -24,9 +22,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_
 class TorchTraits(BaseTraits):
     """The traits of one model and its optimizers, whose groups the state has elsewhere."""
 
+    _PACKAGE = "torch"
+    _OF_LAYERS = frozenset(vars(nn.Module())) - {"training"}  # of any layer
+    _OF_OPTIMIZERS = _OF_OPTIMIZERS
+
     def __init__(self, model: Any, optimizers: Sequence[Any] = ()) -> None:
-        self._optimizers = list(optimizers)
-        super().__init__(model)
+        super().__init__(model, optimizers)
         self._before: dict[str, bool] = {}  # modes when they began to be watched
         self._set_since: set[str] = set()  # layers whose mode was set since
 
@@ -71,7 +72,7 @@ class TorchTraits(BaseTraits):
         if isinstance(thing, torch.Tensor):
             return {"requires_grad": thing.requires_grad}
         is_layer = isinstance(thing, nn.Module)
-        skipped = _OF_LAYERS if is_layer else _OF_OPTIMIZERS
+        skipped = self._OF_LAYERS if is_layer else self._OF_OPTIMIZERS
         found = {
             name: value
             for name, value in vars(thing).items()
@@ -94,10 +95,26 @@ class TorchTraits(BaseTraits):
         loose = layer._non_persistent_buffers_set
         buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
         for name, value in [*vars(layer).items(), *buffers]:
-            # by weight_norm, say
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                continue
+            # Of parameters, as by weight_norm, or by the newest forward pass.
             is_computed = isinstance(value, torch.Tensor) and value.requires_grad
-            if isinstance(value, torch.Tensor | np.ndarray) and not is_computed:
+            parts = (each for each in layer._parameters if each.startswith(f"{name}_"))
+            if not is_computed and not any(parts):
                 yield name, value
 
     def _tensor_version(self, value: Any) -> Any:
-        return id(value), value._version
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return None
+        return None if isinstance(value, nn.Parameter) else (id(value), value._version)
+
+    def _read_optimizer(self, who: str, optimizer: Any) -> dict[str, Any]:
+        found = super()._read_optimizer(who, optimizer)
+        groups = optimizer.param_groups
+        found[f"parameters of {who}"] = [len(group["params"]) for group in groups]
+        if not self._is_of_framework(optimizer):
+            owned = {each for group in groups for each in group["params"]}
+            for key in optimizer.state.keys() - owned:
+                name = f"state[{key!r}]" if isinstance(key, str | int) else "state of no parameter"
+                found[f"{name} of {who}"] = self._mark(optimizer.state[key])
+        return found

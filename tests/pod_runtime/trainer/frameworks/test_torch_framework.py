@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +24,7 @@ from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchShardBuffers,
 )
 from pod_runtime.trainer.frameworks.torch.tensors import from_plain, to_plain  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.traits import TorchTraits  # noqa: E402
 
 HEADER = 3
 
@@ -509,6 +510,79 @@ def test_what_no_state_can_carry_is_named_once():
         "hooks of layer 0", "layer 2", "parameter 3.bias, which is another one now",
     ]  # fmt: skip
     assert training.framework.state.uncarried_changes() == []
+
+
+class Noting(SGD):
+    """Keeps more than its groups, and more of parameters than a state can say."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.pace, self.rates = torch.zeros(()), deque([0.1])
+
+    def step(self, closure: Any = None) -> None:
+        self.pace += 1
+        self.rates.append(float(self.pace))
+        self.state["all"]["count"] = len(self.rates)
+        super().step(closure)
+
+
+def test_lists_of_a_layer_and_what_an_optimizer_keeps_beside_its_state_are_named_once():
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(2, 2)
+            self.means: list[float] = []
+            self.kept: dict[str, Any] = {"newest": torch.zeros(2), "bias": self.lstm.bias_hh_l0}
+
+    model = Remembering()
+    optimizer = Noting(model.parameters())
+    traits = TorchTraits(model, [optimizer])
+    assert traits.uncarried_changes() == []
+    model.lstm(torch.ones(1, 2))[0].sum().backward()
+    model.lstm.requires_grad_(False)
+    model.means += [0.5] * 16
+    assert traits.uncarried_changes() == [], "training alone changes nothing"
+    assert traits.changed()["layer/"] == {"means": [0.5] * 16}
+    model.means.append(0.5)
+    model.kept["newest"] += 1
+    optimizer.step()
+    model.double()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert {each for each in traits.uncarried_changes() if "parameter lstm" not in each} == {
+        "means of layer Remembering, a list",
+        "kept of layer Remembering, a dict",
+        "rates of the optimizer, a deque",
+        "pace of the optimizer, a tensor outside of its state",
+        "parameters of the optimizer",
+        "state['all'] of the optimizer",
+    }
+    assert traits.uncarried_changes() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_layers_compute_of_their_parameters_is_no_news():
+    model = nn.Sequential(
+        nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
+    )
+    traits = TorchTraits(model)
+    assert traits.uncarried_changes() == []
+    for _ in range(2):
+        model.train()(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 4))
+        assert traits.uncarried_changes() == []
+
+
+def test_the_layout_of_a_state_follows_the_types_of_its_tensors():
+    training = Training("momentum")
+    state = training.framework.state
+    before = state.layout()
+    training.model[0].double()
+    after = state.layout()
+    kinds = [[spec.dtype for spec in layout.specs if spec.name.startswith("model/0.")]
+             for layout in (before, after)]  # fmt: skip
+    assert kinds == [["float32"] * 2, ["float64"] * 2]
+    assert state.layout() is after
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ class Net(nn.Layer):
         self.tail = nn.Linear(3, 1)
         self.depth = 1
         self.sizes = (1, 2)
+        self.rates = [0.5]
 
     def forward(self, batch: Any) -> Any:
         return self.tail(self.drop(self.norm(self.head(batch))))
@@ -75,6 +77,7 @@ def change_all(model: Net, optimizer: Any) -> None:
     model.norm._momentum = 0.5
     model.depth, model.sizes = 3, (4, 5)
     model.note = "added"
+    model.rates.append(0.25)
     model.head.weight.stop_gradient = True
     model.tail.weight.need_clip = False
     model.tail.bias.optimize_attr["learning_rate"] = 0.25
@@ -88,7 +91,7 @@ def seen(model: Net, optimizer: Any) -> list[Any]:
     return [
         [layer.training for layer in model.sublayers(include_self=True)],
         model.drop.p, model.norm._momentum, model.depth, model.sizes,
-        getattr(model, "note", None),
+        getattr(model, "note", None), list(model.rates),
         [each.stop_gradient for each in model.parameters()],
         model.tail.weight.need_clip, model.tail.bias.optimize_attr["learning_rate"],
         optimizer._param_groups[0]["learning_rate"], optimizer._momentum,
@@ -113,6 +116,10 @@ def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not()
     reader.state.load(layout, memoryview(data), scalars)
     assert seen(other, other_optimizer) == seen(model, optimizer) != fresh
     assert reader.state.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
+    for _ in range(2):
+        other.rates.append(9.0)
+        reader.state.load_again()
+        assert other.rates == model.rates, "a list of its own is put into, not that of the state"
 
     old = {name: value for name, value in scalars.items() if name != "traits"}
     other, other_optimizer = build()
@@ -210,6 +217,40 @@ def test_what_no_state_can_carry_is_named_once():
         "parameter head.bias, which is another one now",
         "the optimizer's grad_clip",
         "the optimizer's parameters",
+    ]
+    assert traits.uncarried_changes() == []
+
+
+def test_lists_of_a_layer_and_what_an_optimizer_keeps_beside_its_state_are_named_once():
+    class Noting(paddle.optimizer.SGD):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.pace, self.rates = paddle.zeros([1]), deque([0.1])
+
+    class Remembering(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.means: list[float] = []
+            self.kept: dict[str, Any] = {"newest": paddle.zeros([2]), "tail": self.tail.weight}
+
+    model = Remembering()
+    optimizer = Noting(0.1, parameters=model.parameters())
+    traits = PaddleTraits(model, [optimizer])
+    assert traits.uncarried_changes() == []
+    model(paddle.ones([2, 3])).mean().backward()
+    optimizer.step()
+    model.means += [0.5] * 16
+    assert traits.uncarried_changes() == [], "training alone changes nothing"
+    assert traits.changed()["layer/"] == {"means": [0.5] * 16}
+    model.means.append(0.5)
+    model.kept["newest"] += 1
+    optimizer.pace += 1
+    optimizer.rates.append(0.2)
+    assert sorted(traits.uncarried_changes()) == [
+        "kept of layer Remembering, a dict",
+        "means of layer Remembering, a list",
+        "pace of the optimizer, a tensor outside of its state",
+        "rates of the optimizer, a deque",
     ]
     assert traits.uncarried_changes() == []
 

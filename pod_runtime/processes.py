@@ -105,6 +105,18 @@ def _read(pid: int) -> Process:
     )
 
 
+def delayed_s(pid: int) -> float:
+    """Return for how long the main thread of `pid` has waited for a processor, since it began.
+
+    0 where there is no such process, or the kernel does not count it.
+    """
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def read_all() -> dict[int, Process]:
     """Return all processes that this one can see, by pid."""
     found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())

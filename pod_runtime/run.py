@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from job_server.api.amounts import argument, cores, megabytes, seconds
+from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
 from job_server.api.command_line import make_token, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
+    HANG_POLICIES,
     USUAL_SPARES,
+    HangLimits,
     JobSpec,
     ScriptKind,
     ScriptSpec,
@@ -125,6 +127,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="1: trainers ready for a crash; 2: or a lost pod",
     )
     add("--max_failures", type=int, default=20, metavar="N", help="then the job has failed (20)")
+
+    add = parser.add_argument_group("what hangs").add_argument
+    add(
+        "--hang_policy",
+        choices=HANG_POLICIES,
+        default="restart",
+        help="about a trainer that gives no sign of life for ten times its limit: say it, restart "
+        "(default) or fail; at the limit its stacks are shown",
+    )
+    add(
+        "--hang_limits",
+        type=argument(hang_limits),
+        default={},
+        metavar="NAME=TIME,...",
+        help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
+        "evaluation=30min, saving=30min",
+    )
 
     add = parser.add_argument_group("how it ends").add_argument
     add("--grace_s", type=float, default=15.0, metavar="S", help="from SIGTERM to SIGKILL (15)")
@@ -234,6 +253,8 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         cpu_milli=args.cpu or 0,
         memory_mb=args.memory or 0,
         max_run_time_s=args.max_run_time,
+        hang_policy=args.hang_policy,
+        hang_limits=HangLimits(**args.hang_limits),
     )
     return spec, None if gpus else slots
 

@@ -43,6 +43,7 @@ def run(argv: list[str]) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     channel, pid, cwd = os.environ.get(_CHANNEL), os.getpid(), os.getcwd()
     keep_sigterm_quiet()
+    show_stacks_on_sigquit()
     forgive_full_disks()
     try:
         _execute(script)
@@ -115,6 +116,19 @@ def forgive_full_disks() -> None:
         made.mode = "w"  # type: ignore[misc]  # as the interpreter's own has it
         setattr(sys, name, made)
         setattr(sys, f"__{name}__", made)
+
+
+def show_stacks_on_sigquit() -> None:
+    """Have SIGQUIT write the stacks of all threads to the log, whatever this process does.
+
+    As a Java program or one in Go does. It is written in C: also where the main thread waits in a
+    library and holds the interpreter's lock. What this process forks, such as a loader's workers,
+    does so as well. A script may take the signal for something else.
+    """
+    import faulthandler
+    import signal
+
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 
 
 def keep_sigterm_quiet() -> None:

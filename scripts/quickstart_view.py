@@ -187,6 +187,7 @@ def account_line(account: Account) -> str:
         "recovering": account.recovering_s,
         "waiting": account.waiting_s,
         "paused": account.paused_s,
+        "hung": account.hung_s,
     }
     shown = sorted(
         ((name, value) for name, value in parts.items() if value >= 0.05), key=lambda part: -part[1]

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 _MEMORY_MB = {
     "MB": 1.0, "M": 1.0, "GB": 1e3, "G": 1e3, "TB": 1e6, "T": 1e6,
@@ -50,10 +51,37 @@ def seconds(text: str) -> float:
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
-def argument(read: Callable[[str], float]) -> Callable[[str], float]:
+_LIMITS = {
+    "step": "step_s", "steps": "steps", "first": "first_s", "data": "data_s",
+    "evaluation": "evaluation_s", "saving": "saving_s",
+}  # fmt: skip
+
+
+def hang_limits(text: str) -> dict[str, float]:
+    """Return the fields of HangLimits of e.g. `step=30,steps=50,evaluation=2h`.
+
+    Raises:
+        ValueError: it names a limit that there is not, or a value is no time.
+    """
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        field = _LIMITS.get(name.strip())
+        if field is None:
+            raise ValueError(
+                f"expected NAME=TIME,... with the names {', '.join(_LIMITS)}, got {part!r}"
+            )
+        found[field] = seconds(value)
+    return found
+
+
+T = TypeVar("T")
+
+
+def argument(read: Callable[[str], T]) -> Callable[[str], T]:
     """Return one of these as the `type` of an argument, whose errors argparse shows."""
 
-    def convert(text: str) -> float:
+    def convert(text: str) -> T:
         try:
             return read(text)
         except ValueError as error:

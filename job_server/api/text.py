@@ -86,6 +86,7 @@ def account_parts(status: JobStatus) -> dict[str, float]:
         "recovering": account.recovering_s,
         "waiting": account.waiting_s,
         "paused": account.paused_s,
+        "hung": account.hung_s,
     }
 
 

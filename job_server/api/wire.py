@@ -31,6 +31,7 @@ MAX_PRIORITY = 1000
 MAX_AFTER = 100  # jobs that one job waits for
 MAX_ARGS, MAX_ARG_CHARS = 200, 1000  # of a job's script
 TRAIN_LOSS = "train_loss"  # the metric that trainers report by themselves
+HANG_POLICIES = ("say", "restart", "fail")
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
 MAX_STAGE = 10**12  # later stages must still fit into 16 digits, as all integers in our JSON
@@ -359,6 +360,22 @@ class StagePlan(Message, frozen=True, kw_only=True):
         return sum(len(pod.ranks) for pod in self.pods)
 
 
+class HangLimits(Message, frozen=True, kw_only=True):
+    """For how long a trainer may give no sign of life, by what it does, before that is said."""
+
+    step_s: float = 60.0  # in a step, at least; longer where steps take long:
+    steps: float = 20.0  # so many times as long as a step usually takes
+    first_s: float = 600.0  # before and in the first steps of a process, which may compile
+    data_s: float = 600.0  # while it waits for data
+    evaluation_s: float = 1800.0  # in a batch of an evaluation, and between two epochs
+    saving_s: float = 1800.0  # while it takes a snapshot, or waits for a checkpoint
+
+    def __post_init__(self) -> None:
+        check_range("hang_limits.steps", self.steps, 1, 1e6)
+        for field in ("step_s", "first_s", "data_s", "evaluation_s", "saving_s"):
+            check_range(f"hang_limits.{field}", getattr(self, field), 0.1, MAX_RUN_TIME_S)
+
+
 class PodOrders(Message, frozen=True, kw_only=True):
     """Answer to a launcher's long poll: at most the active stage and the one in preparation."""
 
@@ -369,6 +386,8 @@ class PodOrders(Message, frozen=True, kw_only=True):
     leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
     spares: Int = 0  # warm processes that the launcher is to keep
     adapter: str = ""  # module that they import, as the job's trainers have said; "": not known
+    hang_limits: HangLimits | None = None  # None: a server of the version before
+    hang_kills: bool = False  # a trainer that hangs for ten times as long as its limit is killed
 
 
 class ReportKind(Enum):
@@ -386,6 +405,7 @@ class ReportKind(Enum):
     DONE = "done"  # training is complete and its final checkpoint has its manifest
     EXITED = "exited"  # the launcher is about to exit with `code`; its script may go on
     ALIVE = "alive"  # heartbeat where there is no PROGRESS: the launcher lives, no more
+    HUNG = "hung"  # trainer `rank` has given no sign of life for `hung_s`; 0: now it has
 
 
 class RaisedError(Message, frozen=True, kw_only=True):
@@ -451,9 +471,11 @@ class PodReport(Message, frozen=True, kw_only=True):
     metric_epochs: dict[str, Int] | None = None
     promise: str = ""  # what the training promises, for people; "": not known
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
+    hung_s: float = 0.0  # HUNG; FAILED: it was killed, as it had given no sign of life for so long
 
     def __post_init__(self) -> None:
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
+        check_range("hung_s", self.hung_s, 0, MAX_RUN_TIME_S)
 
 
 class PodStagePhase(Enum):
@@ -610,6 +632,8 @@ class JobSpec(Message, frozen=True, kw_only=True):
     cpu_milli: Int = 0  # that a trainer needs, in thousandths of a core; 0: not counted
     memory_mb: Int = 0  # that a trainer needs, in 10**6 bytes; 0: not counted
     max_run_time_s: float | None = None  # of running, not waiting; then it is stopped; None: any
+    hang_policy: str = "restart"  # say, restart or fail, at ten times a limit of `hang_limits`
+    hang_limits: HangLimits = HangLimits()
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
@@ -648,6 +672,10 @@ class JobSpec(Message, frozen=True, kw_only=True):
                 f"standby: {self.standby} needs trainers beside those that train, which overlap "
                 f"{self.overlap!r} forbids; use overlap auto or on, or standby 0"
             )
+        if self.hang_policy not in HANG_POLICIES:
+            raise WireError(
+                f"hang_policy: expected {', '.join(HANG_POLICIES)}, got {self.hang_policy!r}"
+            )
         if self.policy not in ("fixed_global", "linear"):
             raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
 
@@ -679,6 +707,8 @@ _TRAINING_ONLY = {  # field -> its default
     "max_resizes": None,
     "take_over": False,
     "share": False,
+    "hang_policy": "restart",
+    "hang_limits": HangLimits(),
 }
 _SHARED_ONLY = {  # field -> its default
     "priority": 0,
@@ -809,6 +839,7 @@ class Account(Message, frozen=True, kw_only=True):
     recovering_s: float = 0.0
     waiting_s: float = 0.0  # for nodes, pods, a first start, an operator, the server
     paused_s: float = 0.0
+    hung_s: float = 0.0  # no step was made, and a trainer gave no sign of life
 
     @property
     def total_s(self) -> float:
@@ -819,6 +850,7 @@ class Account(Message, frozen=True, kw_only=True):
             + self.recovering_s
             + self.waiting_s
             + self.paused_s
+            + self.hung_s
         )
 
 

@@ -9,7 +9,7 @@ import yaml
 from job_server.api.amounts import cores, megabytes, seconds
 from job_server.api.codec import Message
 from job_server.api.errors import ConfigError
-from job_server.api.wire import JobSpec, ScriptSpec
+from job_server.api.wire import HangLimits, JobSpec, ScriptSpec
 
 _SHORT = {"name": "job_id", "min": "min_pods", "max": "max_pods"}
 
@@ -45,6 +45,12 @@ def read_job_file(name: str) -> dict[str, Any]:
                 "'kind: walk'; what trains is train.sh in the job's folder"
             )
         _check_keys(name, "script.", data["script"], ScriptSpec)
+    if "hang_limits" in data:
+        if not isinstance(data["hang_limits"], dict):
+            raise ConfigError(
+                f"--file: {name}: hang_limits: expected fields, such as 'step_s: 120'"
+            )
+        _check_keys(name, "hang_limits.", data["hang_limits"], HangLimits)
     return data
 
 

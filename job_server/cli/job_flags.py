@@ -4,10 +4,10 @@ import argparse
 import shlex
 from typing import Any
 
-from job_server.api.amounts import argument, cores, megabytes, seconds
+from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
 from job_server.api.codec import WireError, decode, encode
 from job_server.api.errors import ConfigError
-from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
+from job_server.api.wire import HANG_POLICIES, USUAL_SPARES, JobKind, JobSpec, ScriptKind
 from job_server.cli.job_file import read_job_file
 from job_server.server.config import read_script_file
 
@@ -81,6 +81,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in _BUDGETS:
         add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
+    add_hang_flags(parser)
     add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")
     add(
         "--demand_timeout_s",
@@ -101,6 +102,24 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--del_pods_one_step", type=int, metavar="N", help="of alternate")
     add("--add_pods_one_step", type=int, metavar="N", help="of alternate")
     add("--walk_seed", type=int, metavar="N", help="of walk")
+
+
+def add_hang_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what is done about trainers that hang."""
+    add = parser.add_argument
+    add(
+        "--hang_policy",
+        choices=HANG_POLICIES,
+        help="about a trainer that gives no sign of life for ten times its limit: say it, restart "
+        "(default) or fail; at the limit its stacks are shown",
+    )
+    add(
+        "--hang_limits",
+        type=argument(hang_limits),
+        metavar="NAME=TIME,...",
+        help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
+        "evaluation=30min, saving=30min",
+    )
 
 
 def _add_sharing_flags(parser: argparse.ArgumentParser) -> None:

@@ -703,6 +703,8 @@ class Engine:
             leave=orders.leave,
             spares=orders.spares,
             adapter=orders.adapter,
+            hang_limits=orders.hang_limits,
+            hang_kills=orders.hang_kills,
         )
         return to_json(message)
 

@@ -13,6 +13,7 @@ from job_server.training.job import (
     Cause,
     CauseKind,
     HaltPhase,
+    Hang,
     Job,
     JobStage,
 )
@@ -49,6 +50,43 @@ def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
     )
 
 
+def live_hangs(job: Job) -> tuple[Hang, ...]:
+    """Return the hangs of the stage that trains."""
+    stage = job.active
+    if stage is None or stage.over is not None or not job.progress.hangs:
+        return ()
+    return tuple(hang for hang in job.progress.hangs if hang.stage == stage.stage)
+
+
+def note_hang(work: Work, hang: Hang, hung_s: float) -> None:
+    """Count a trainer as hung: since `hung_s`, which was counted as training until now."""
+    job = work.job
+    if hang in job.progress.hangs:  # its launcher has attached again
+        return
+    if not live_hangs(job):
+        account = job.progress.account
+        moved = min(hung_s, account.training_s)
+        work.progress(
+            account=replace(
+                account, training_s=account.training_s - moved, hung_s=account.hung_s + moved
+            )
+        )
+    others = tuple(
+        each for each in job.progress.hangs if each.stage == hang.stage and each.rank != hang.rank
+    )
+    work.progress(hangs=(*others, hang))
+    work.note(hang.text)
+
+
+def end_hang(work: Work, stage: int, rank: int | None) -> bool:
+    """The trainer has given a sign of life, or is gone. Return whether it counted as hung."""
+    hangs = work.job.progress.hangs
+    left = tuple(each for each in hangs if (each.stage, each.rank) != (stage, rank))
+    if len(left) < len(hangs):
+        work.progress(hangs=left)
+    return len(left) < len(hangs)
+
+
 def account_at(job: Job, now: float) -> Account:
     return accrue(job, now).progress.account
 
@@ -62,6 +100,8 @@ def _bucket(job: Job) -> str:
     match job.state:
         case JobState.RUNNING:
             stage = job.active
+            if live_hangs(job):
+                return "hung_s"
             if stage is None or not job.elastic or stage.first_step_at is not None:
                 return "training_s"
             # The trainers have loaded, but until their first step the pause goes on.
@@ -69,7 +109,7 @@ def _bucket(job: Job) -> str:
                 return "cutting_over_s"
             return "recovering_s" if job.commits > 1 else "waiting_s"
         case JobState.PREPARING:
-            return "preparing_s"
+            return "hung_s" if live_hangs(job) else "preparing_s"
         case JobState.CUTTING_OVER:
             return "cutting_over_s"
         case JobState.RECOVERING:

@@ -232,6 +232,15 @@ class ManualChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """A trainer that has given no sign of life for too long."""
+
+    stage: int
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
     """What changes with every heartbeat and is not written each time."""
 
@@ -253,6 +262,7 @@ class JobProgress:
     script_s: float = 0.0  # the change script's clock
     saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
     saving_at: float = 0.0  # when that last changed
+    hangs: tuple[Hang, ...] = ()  # those of stages that are over do not count
     queue_reason: str = ""  # of a shared job: why it waits, or runs with so many pods
 
     def without_pod(self, pod_id: str) -> "JobProgress":

@@ -22,15 +22,23 @@ from job_server.api.wire import (
 )
 from job_server.jobs.pod_reports import REASON_CHARS
 from job_server.jobs.work import Goal
-from job_server.training.accounting import first_step, stand_still, update_record
+from job_server.training.accounting import (
+    end_hang,
+    first_step,
+    note_hang,
+    stand_still,
+    update_record,
+)
 from job_server.training.changes import choose_way
-from job_server.training.faults import fault_of
+from job_server.training.faults import TEXT_CHARS, fault_of
 from job_server.training.job import (
     GONE,
     PHASES_WITH_CUT,
     STARTUP_ORDER,
     Cause,
     CauseKind,
+    Fault,
+    Hang,
     JobStage,
     StagePod,
 )
@@ -193,6 +201,8 @@ def _dispatch(work: Work, stage: JobStage, member: StagePod, report: PodReport) 
             _cannot_join(work, stage, pod_id, report)
         case ReportKind.STAGE_TOO_LOW:
             _stage_too_low(work, stage, pod_id, report)
+        case ReportKind.HUNG:
+            _hung(work, stage, member, report)
         case ReportKind.DONE:
             _done(work, stage, member, report)
         case ReportKind.EXITED | ReportKind.ALIVE:  # keyed by pod: handled before
@@ -351,6 +361,9 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     fault = fault_of(
         _who(pod_id, report), code=report.code, error=report.error, words=report.reason
     )
+    end_hang(work, stage.stage, report.rank)
+    if report.hung_s and job.spec.hang_policy == "fail":
+        fault = Fault(who=_who(pod_id, report), text=text[:TEXT_CHARS], mark="hung", at_once=True)
     cause = Cause(
         kind=CauseKind.PLANNED if planned else CauseKind.FAILURE,
         text=text[:REASON_CHARS],
@@ -372,6 +385,17 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     if stage.end_ordered and stage.over is None:
         return  # it was being ended already
     fail_active(work, cause)
+
+
+def _hung(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
+    if report.rank is None:
+        return
+    who = f"{_who(member.pod.pod_id, report)} on {member.pod.node_id}"
+    if report.hung_s:
+        text = f"{who} hangs: {report.reason}"[:REASON_CHARS]
+        note_hang(work, Hang(stage=stage.stage, rank=report.rank, text=text), report.hung_s)
+    elif end_hang(work, stage.stage, report.rank):
+        work.note(f"{who} goes on: {report.reason}"[:REASON_CHARS])
 
 
 def _who(pod_id: str, report: PodReport) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from job_server.api.wire import (
     Allotment,
     DesiredState,
+    HangLimits,
     JobPod,
     JobStatus,
     NodePod,
@@ -21,7 +22,7 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.jobs.work import Goal
-from job_server.training.accounting import account_at, script_runs
+from job_server.training.accounting import account_at, live_hangs, script_runs
 from job_server.training.allocation import stage_ports, unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
@@ -42,6 +43,8 @@ class PodView:
     leave: bool = False
     spares: int = 0
     adapter: str = ""
+    hang_limits: HangLimits | None = None
+    hang_kills: bool = False
 
 
 def node_pods(job: Job) -> dict[str, tuple[NodePod, ...]]:
@@ -111,7 +114,13 @@ def pod_orders(job: Job) -> dict[str, PodView]:
         places = tuple(place for place, (ids, _) in enumerate(plans) if pod.pod_id in ids)
         if places not in views:
             own = tuple(plans[place][1] for place in places)
-            views[places] = PodView(plans=own, spares=job.spec.spares, adapter=job.adapter)
+            views[places] = PodView(
+                plans=own,
+                spares=job.spec.spares,
+                adapter=job.adapter,
+                hang_limits=job.spec.hang_limits,
+                hang_kills=job.spec.hang_policy != "say",
+            )
         found[pod.pod_id] = views[places]
     return found
 
@@ -221,7 +230,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         stages=tuple(_live(job, record) for record in job.records),
         teachers=None,
         promise=progress.promise,
-        warnings=tuple(text for text in (plain_warning(job),) if text),
+        warnings=tuple(text for text in (plain_warning(job), *hang_texts(job)) if text),
         saving=progress.saving if _is_saving(job) else None,
         saved=job.ending.saved,
         allotment=_allotment(job),
@@ -327,6 +336,11 @@ def plain_warning(job: Job) -> str:
         "no trainer has called the elastic loop: a change of the pods starts the script afresh, "
         f"from what it has saved itself{alone}; docs/training-scripts.md shows the loop"
     )
+
+
+def hang_texts(job: Job) -> tuple[str, ...]:
+    """Return what is said of the trainers of the active stage that hang."""
+    return tuple(hang.text for hang in live_hangs(job))
 
 
 def trainers(job: Job) -> int:

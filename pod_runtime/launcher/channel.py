@@ -26,6 +26,9 @@ class TrainerConnection:
         self._lines = LineSocket(connection)
         self.peer_pid = peer_pid
         self.open = True
+        self.page: memoryview[float] | None = (
+            None  # what it does (`activity`); None: it shows nothing
+        )
 
     def fileno(self) -> int:
         return self._lines.fileno()

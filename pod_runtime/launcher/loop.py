@@ -11,6 +11,7 @@ import os
 import queue
 import selectors
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -23,6 +24,7 @@ from job_server.api.wire import (
     ReportKind,
     StagePlan,
 )
+from pod_runtime.activity import look, open_page
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -37,7 +39,7 @@ from pod_runtime.channel_wire import (
 )
 from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
-from pod_runtime.launcher import decisions, server_link, state
+from pod_runtime.launcher import decisions, hangs, server_link, stacks, state
 from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
 from pod_runtime.launcher.reports import attach_status
 from pod_runtime.launcher.segments import NodeSegments
@@ -45,7 +47,7 @@ from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
 from pod_runtime.launcher.spares import Spare
 from pod_runtime.launcher.trainer_pool import LaunchConfig, Name, TrainerPool
 from pod_runtime.launcher.trainers import TrainerProcess, find_taken_port
-from pod_runtime.processes import set_child_subreaper
+from pod_runtime.processes import delayed_s, read, set_child_subreaper
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,16 @@ logger = logging.getLogger(__name__)
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _StacksTaken:
+    """The stacks of a pod's trainers, one of which hangs."""
+
+    name: Name
+    text: str
+    silent_s: float
+    stacks: dict[int, stacks.Stacks]  # by rank
 
 
 class Launcher:
@@ -72,7 +84,9 @@ class Launcher:
         self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
-        self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[LinkEvent | _StacksTaken] = queue.SimpleQueue()
+        self._look_at = 0.0  # when the trainers' pages are looked at next
+        self._silences: dict[int, hangs.Silence] = {}  # by pid
         self._selector = selectors.DefaultSelector()
         self._channel = TrainerChannel(pod_env.pod_id)
         self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
@@ -120,6 +134,8 @@ class Launcher:
         A trainer reports an error before it exits, so its messages are handled before its death.
         """
         deadline = decisions.next_deadline(self._pod)
+        if any(each.page is not None for each in self._connections.values()):
+            deadline = self._look_at if deadline is None else min(deadline, self._look_at)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = [key for key, _ in self._selector.select(timeout)]
         for key in sorted(ready, key=self._urgency):
@@ -131,6 +147,8 @@ class Launcher:
                 self._on_spare(key.data)
             else:
                 key.data()
+        if time.monotonic() >= self._look_at:
+            self._look_at_trainers()
 
     def _urgency(self, key: selectors.SelectorKey) -> int:
         if isinstance(key.data, TrainerProcess):
@@ -155,8 +173,10 @@ class Launcher:
         leaving = state.Leaving(code=128 + signum, reason=signum.name, at_once=again)
         self._pod = state.leave(self._pod, leaving)
 
-    def _on_link(self, event: LinkEvent) -> None:
+    def _on_link(self, event: "LinkEvent | _StacksTaken") -> None:
         match event:
+            case _StacksTaken():
+                self._say_hang(event)
             case server_link.AttachAnswered(orders):
                 self._heed(orders)
                 self._pod = state.attached(self._pod, orders)
@@ -202,6 +222,11 @@ class Launcher:
     ) -> None:
         if isinstance(message, TrainerHello):
             self._introduce(connection, message)
+            if fds:
+                try:
+                    connection.page = open_page(fds[0])
+                except (OSError, ValueError) as error:
+                    raise ChannelError(f"hello: its page cannot be read: {error}") from error
         name = self._name_of(connection)
         if isinstance(message, Raised):
             name = self._pool.find(connection.peer_pid)
@@ -244,6 +269,7 @@ class Launcher:
         if name in self._connections:
             self._forget(self._connections[name])
         self._selector.unregister(trainer)
+        self._silences.pop(trainer.pid, None)
         code = self._pool.reap(trainer)
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
         logger.info(
@@ -253,8 +279,99 @@ class Launcher:
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
         self._reaped.append(trainer)  # its death is reported first: the other pods wait for that
 
-    def _deliver(self, event: LinkEvent) -> None:
-        """Hand an event to the main thread. Called by the link's threads."""
+    # --- trainers that hang -------------------------------------------------------------------
+
+    def _look_at_trainers(self) -> None:
+        now = time.monotonic()
+        self._look_at = now + hangs.LOOK_S
+        limits = None if self._pod.orders is None else self._pod.orders.hang_limits
+        if limits is None:
+            return
+        for name, connection in list(self._connections.items()):
+            trainer, run = self._pool.get(name), state.find_run(self._pod, name[0])
+            seen = None if connection.page is None else look(connection.page)
+            if trainer is None or run is None or run.ending or seen is None:
+                continue
+            process = read(trainer.pid)
+            if process is None:
+                continue
+            found = hangs.Look(
+                seen=seen,
+                cpu_s=process.cpu_s,
+                delayed_s=delayed_s(trainer.pid),
+                stopped=process.state == "T",
+            )
+            before = self._silences.get(trainer.pid)
+            self._silences[trainer.pid], alarm = hangs.heed(before, found, now, limits, run.step_s)
+            if alarm is not None:
+                self._heed_alarm(name, alarm)
+
+    def _heed_alarm(self, name: Name, alarm: hangs.Alarm) -> None:
+        (key, rank), kills = name, self._pod.orders is not None and self._pod.orders.hang_kills
+        if not alarm.silent_s:
+            logger.info("stage %d: rank %d: %s", key[0], rank, alarm.text)
+            self._pod = state.hung(
+                self._pod, key, rank, state.TrainerHang(text=alarm.text, silent_s=0.0)
+            )
+        elif not alarm.act:
+            self._take_stacks(name, alarm.text, alarm.silent_s)
+        elif kills:
+            logger.error("stage %d: rank %d is killed: %s", key[0], rank, alarm.text)
+            self._pod = state.killed_as_hung(self._pod, key, rank, alarm.text, alarm.silent_s)
+            self._pool.signal(name, signal.SIGKILL)
+
+    def _look_once_more(self, name: Name) -> None:
+        """Say where a trainer hangs before it is ended: its peers may have given it up."""
+        connection, trainer = self._connections.get(name), self._pool.get(name)
+        seen = None if connection is None or connection.page is None else look(connection.page)
+        text = "" if seen is None else hangs.given_up(seen, time.monotonic())
+        if seen is None or trainer is None or not text:
+            return
+        asked_from = stacks.log_size(trainer.log_path)
+        if not stacks.ask(trainer.pid):
+            return
+        target = stacks.HungProcess(
+            rank=trainer.rank, pid=trainer.pid, log_path=trainer.log_path, asked_from=asked_from
+        )
+        self._gather(name, text, time.monotonic() - seen.since, [target])
+
+    def _take_stacks(self, name: Name, text: str, silent_s: float) -> None:
+        """Have the stacks of the pod's trainers of that stage taken, beside all else."""
+        self._pool.note_children()
+        targets = [
+            stacks.HungProcess(
+                rank=each.rank,
+                pid=each.pid,
+                log_path=each.log_path,
+                children=tuple(sorted(each.children)),
+            )
+            for each in self._pool
+            if each.key == name[0]
+        ]
+        self._gather(name, text, silent_s, targets)
+
+    def _gather(
+        self, name: Name, text: str, silent_s: float, targets: list[stacks.HungProcess]
+    ) -> None:
+        def work() -> None:
+            found = {target.rank: stacks.take(target) for target in targets}
+            self._deliver(_StacksTaken(name=name, text=text, silent_s=silent_s, stacks=found))
+
+        threading.Thread(target=work, name="stacks", daemon=True).start()
+
+    def _say_hang(self, taken: "_StacksTaken") -> None:
+        key, rank = taken.name
+        logger.error("stage %d: rank %d hangs: %s", key[0], rank, taken.text)
+        for each, found in sorted(taken.stacks.items()):
+            for line in found.text.splitlines():
+                logger.error("rank %d: %s", each, line)
+        mine = taken.stacks.get(rank)
+        where = "" if mine is None else f"at {mine.where}" if mine.where else mine.text
+        hang = state.TrainerHang(text=taken.text, silent_s=taken.silent_s, where=where)
+        self._pod = state.hung(self._pod, key, rank, hang)
+
+    def _deliver(self, event: "LinkEvent | _StacksTaken") -> None:
+        """Hand an event to the main thread. Called by other threads."""
         self._inbox.put(event)
         with contextlib.suppress(BlockingIOError):  # full: the main thread will wake anyway
             os.write(self._wake_write, b"\0")
@@ -298,6 +415,8 @@ class Launcher:
                     self._segments.have_at_hand(plan)
             case decisions.SendSignal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
+                if signum is signal.SIGTERM:
+                    self._look_once_more((key, rank))
                 self._pool.signal((key, rank), signum)
             case decisions.SendReport(report=report):
                 self._report(report)

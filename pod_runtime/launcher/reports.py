@@ -29,7 +29,9 @@ def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[Pod
             continue  # not READY: the training need not stand still while it imports
         joining = find_joining(pod, key) if run is None else None
         for report in (
-            _status_reports(plan, run) if joining is None else _reports_of_join(plan, joining)
+            [*_status_reports(plan, run), *_hang_reports(run)]
+            if joining is None
+            else _reports_of_join(plan, joining)
         ):
             name = _name(report, run)
             if name not in reported:
@@ -55,6 +57,8 @@ def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
         of_a_cut = (run.cut_id, report.step)
     elif run is not None and report.kind is ReportKind.PROGRESS:
         of_a_cut = (run.cut_id,)
+    if report.kind is ReportKind.HUNG:
+        return (report.kind, report.stage, report.rank, report.hung_s, report.reason)
     return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
 
 
@@ -83,6 +87,15 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     if run.trouble is not None:
         reports.append(run.trouble)
     return reports
+
+
+def _hang_reports(run: StageRun | None) -> list[PodReport]:
+    """Return a report for each trainer that hangs, or has hung."""
+    return [
+        report_on(run, ReportKind.HUNG, rank=t.rank, reason=str(t.hang), hung_s=t.hang.silent_s)
+        for t in (() if run is None else run.trainers)
+        if run is not None and t.hang is not None and not t.hang.killed
+    ]
 
 
 def starts_after_cut(plan: StagePlan) -> bool:

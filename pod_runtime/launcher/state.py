@@ -48,6 +48,19 @@ TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerHang:
+    """A trainer that has given no sign of life for too long."""
+
+    text: str
+    silent_s: float  # 0: it has given one again
+    where: str = ""  # the innermost frames, or why they are not known
+    killed: bool = False  # for that
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.where}" if self.where else self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     rank: int
     code: int | None = None  # None: alive; negative: the signal that ended it
@@ -62,6 +75,7 @@ class TrainerState:
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
     error: TrainerError | None = None  # what it has raised; None: it reported nothing
+    hang: TrainerHang | None = None  # the last; None: it has always given signs of life
 
     @property
     def alive(self) -> bool:
@@ -292,13 +306,19 @@ def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> Lau
     if run is None:
         return pod
     run = _with_trainer(run, rank, code=code)
-    error = next((t.error for t in run.trainers if t.rank == rank), None)
+    trainer = next((t for t in run.trainers if t.rank == rank), None)
+    error = None if trainer is None else trainer.error
     reason = reason if error is None else str(error)
+    hung_s = 0.0
+    if trainer is not None and trainer.hang is not None and trainer.hang.killed:
+        reason, hung_s = f"it hung: {trainer.hang}", trainer.hang.silent_s
     if code == 0 and run.waits:
         reason = "it ended without having trained: did the script leave before its first step?"
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
         peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
-        run = _note_failure(run, rank, code=code, reason=reason, error=error, peer_lost=peer_lost)
+        run = _note_failure(
+            run, rank, code=code, reason=reason, error=error, peer_lost=peer_lost, hung_s=hung_s
+        )
     return _put(pod, run)
 
 
@@ -311,6 +331,23 @@ def _note_failure(run: StageRun, rank: int, *, peer_lost: bool = False, **fields
         return run
     trouble = report_on(run, ReportKind.FAILED, rank=rank, peer_lost=peer_lost, **fields)
     return replace(run, trouble=trouble)
+
+
+def hung(pod: LauncherState, key: Key, rank: int, hang: TrainerHang) -> LauncherState:
+    """Trainer `rank` hangs, or does no more."""
+    run = find_run(pod, key)
+    return pod if run is None else _put(pod, _with_trainer(run, rank, hang=hang))
+
+
+def killed_as_hung(
+    pod: LauncherState, key: Key, rank: int, text: str, silent_s: float
+) -> LauncherState:
+    """Trainer `rank` is killed, since it hangs for too long: its death is reported with that."""
+    run = find_run(pod, key)
+    trainer = next((t for t in run.trainers if t.rank == rank), None) if run else None
+    where = "" if trainer is None or trainer.hang is None else trainer.hang.where
+    hang = TrainerHang(text=text, silent_s=silent_s, where=where, killed=True)
+    return hung(pod, key, rank, hang)
 
 
 def spare_started(pod: LauncherState) -> LauncherState:

@@ -81,6 +81,9 @@ class TrainerPool:
             self._console.follow(trainer.log_path, rank, trainer.log_start)
         return trainer
 
+    def get(self, name: Name) -> TrainerProcess | None:
+        return self._trainers.get(name)
+
     @property
     def can_warm(self) -> bool:
         """Whether trainers are Python scripts: only those can be run by a spare."""

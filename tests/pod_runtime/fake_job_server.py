@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from job_server.api.codec import decode, encode
 from job_server.api.wire import (
     Attach,
+    HangLimits,
     Order,
     PlanPod,
     PodOrders,
@@ -74,6 +75,7 @@ class FakeJobServer:
         self._plans: tuple[StagePlan, ...] = ()
         self._leave = False
         self.spares, self.adapter = 0, ""
+        self.hang_limits: HangLimits | None = None
         self._revision = 1
         self._changed = threading.Condition()
         self._http: ThreadingHTTPServer | None = None
@@ -151,6 +153,8 @@ class FakeJobServer:
             leave=self._leave,
             spares=self.spares,
             adapter=self.adapter,
+            hang_limits=self.hang_limits,
+            hang_kills=True,
         )
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import (
+    HangLimits,
     Order,
     PlanPod,
     PodReport,
@@ -175,7 +176,8 @@ def open_segments(pid: int) -> int:
     found = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # it has just been closed
-            found += os.readlink(link).startswith("/memfd:")
+            name = os.readlink(link)
+            found += name.startswith("/memfd:") and "edl-activity" not in name
     return found
 
 
@@ -371,6 +373,31 @@ def test_trainers_without_the_loop_are_terminated_and_killed_after_the_grace(
     server.wait_told(ReportKind.ENDED, 1)
     assert not pod.trainers()
     assert not server.told(ReportKind.FAILED)
+
+
+def test_a_trainer_that_hangs_is_said_with_its_stack_and_killed_after_ten_times_its_limit(
+    server, make_pod, tmp_path
+):
+    hold = tmp_path / "hold"
+    hold.touch()
+    server.hang_limits = HangLimits(step_s=0.4, steps=1, first_s=0.4)
+    pod = make_pod()
+    pod.train("--hold", str(hold))
+    said = server.wait_told(ReportKind.HUNG)
+    assert said.rank == 0
+    assert "in a step" in said.reason
+    assert "toy_trainer.py" in said.reason  # where it hangs
+    assert "most recent call first" in pod.log(0, 1)
+    hold.unlink()
+    wait_until(lambda: not server.told(ReportKind.HUNG)[-1].hung_s, what="a sign of life")
+    assert "rank 0: " in pod.console()
+    (trainer,) = (pid for pid, env in pod.living().items() if "EDL_STAGE" in env)
+    os.kill(trainer, signal.SIGSTOP)
+    failed = server.wait_told(ReportKind.FAILED)
+    assert failed.hung_s >= 4
+    assert (failed.rank, failed.code) == (0, -signal.SIGKILL)
+    assert "stopped by a signal (SIGSTOP)" in failed.reason
+    assert len([each for each in server.told(ReportKind.HUNG) if each.hung_s]) >= 2
 
 
 def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from pod_runtime.activity import Doing, TrainerActivity
 from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part, read_newest
 from pod_runtime.shim_wire import LineSocket
 
@@ -75,7 +76,8 @@ def hear_at_once() -> dict[str, Any]:
     return received[0]
 
 
-say("hello", rank=rank, stage=stage, pid=os.getpid(), adapter=args.adapter)
+activity = TrainerActivity()
+say("hello", (activity.fd,), rank=rank, stage=stage, pid=os.getpid(), adapter=args.adapter)
 welcome, segment_fds = hear()
 held = [header.stamp.stage for fd in segment_fds if (header := read_newest(fd)) is not None]
 print("welcome", json.dumps({"stages": held}))
@@ -87,6 +89,7 @@ restore = welcome["plan"]["restore_from"]
 if restore is not None:
     step = restore["step"]
 say("loaded", step=step, epoch=0)
+activity.begin(Doing.PARKED)
 while hear()[0]["do"] != "go":
     pass
 
@@ -99,10 +102,12 @@ if args.snapshot and rank == 0:
     say("segment", (segment,), stage=stage, size_bytes=geometry.total_bytes, digest="d")
 
 while step < args.steps:
+    activity.begin(Doing.STEPPING)
     time.sleep(0.01)
     while step == 5 and args.hold and os.path.exists(args.hold):
         time.sleep(0.01)
     step += 1
+    activity.count_step(samples=1)
     if args.fail == step:
         raise ValueError(f"the loss is sad at step {step}")
     say(
@@ -118,6 +123,7 @@ while step < args.steps:
         step = 1000 + heard["id"]  # ranks of a toy cannot agree: the same for all
         say("drained", step=step, id=heard["id"])
         print("parked", heard, flush=True)
+        activity.begin(Doing.PARKED)
         while hear()[0]["do"] != "resume":
             pass
         print("resumed", flush=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
+from pod_runtime.activity import Doing
 from pod_runtime.channel_wire import Done
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
@@ -459,15 +460,16 @@ class Loop:
         with self._surviving():
             while True:
                 try:
-                    found = evaluate(
-                        self._framework,
-                        source,
-                        fn,
-                        order=order,
-                        rank=self.rank,
-                        world_size=self.world_size,
-                        meet=self._meet_between_steps,
-                    )
+                    with self._entered().stage.member.activity.during(Doing.EVALUATING):
+                        found = evaluate(
+                            self._framework,
+                            source,
+                            fn,
+                            order=order,
+                            rank=self.rank,
+                            world_size=self.world_size,
+                            meet=self._meet_between_steps,
+                        )
                 except StageChanged as change:
                     self._move(change.start)
                 else:
@@ -562,6 +564,7 @@ class Loop:
         if self._rehearsal is not None:
             yield from self._rehearse(self._rehearsal)
         steps = self._entered()
+        steps.stage.member.activity.begin(Doing.STEPPING)
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()
             yield step
@@ -572,6 +575,8 @@ class Loop:
             except PeerLost as error:
                 self._end_after_peer_lost(error)
             steps = self._entered()  # a new object if the trainer has moved to the next stage
+            steps.stage.member.activity.begin(Doing.STEPPING)
+        steps.stage.member.activity.begin(Doing.BETWEEN)
 
     def _rehearse(self, rehearsal: Rehearsal) -> Iterator[Step]:
         """Yield steps that do not count, and go on at the epoch's last batch."""
@@ -676,6 +681,7 @@ class Loop:
         self._steps = self._make_steps(replace(stage, worlds=None))
 
     def _meet_between_steps(self) -> None:
+        self._entered().stage.member.activity.live()
         # Within a step the update is made and not committed: no state to put away. The cut waits.
         if self._open_step is None:
             # A trainer that comes new into the stage begins with the first evaluation after the
@@ -703,6 +709,7 @@ class Loop:
         self._joiner.close()
         self._finished = True
         stage = steps.stage
+        stage.member.activity.begin(Doing.DONE)
         stage.state_manager.note_account()
         stage.progress.note_done()
         if stage.link is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from pod_runtime.activity import Doing
 from pod_runtime.trainer.data.readers import (
     InlineReader,
     ReadFrom,
@@ -44,6 +45,8 @@ class ShardFeed:
 
     def take(self, shard_range: ShardRange) -> ShardBatch:
         """Return a shard's batch; parks with the other ranks while data do not come."""
+        activity = self._stage.member.activity
+        activity.begin(Doing.READING)
         if self._reader is None:
             self._reader = self._start_reader()
         found = self._reader.take(shard_range, _WAIT_S)
@@ -54,6 +57,7 @@ class ShardFeed:
                 self._stage.member.end_after_peer_lost(error, state_is_committed=True)
             found = self._reader.take(shard_range, _WAIT_S)
         self._stage.member.have_data()
+        activity.begin(Doing.STEPPING)
         if self._ids_ahead:
             return found._replace(ids=self._ids_ahead.pop(found[:3], found.ids))
         return found

@@ -83,6 +83,7 @@ class StageSteps:
         stage.framework.step.end()
         stage.progress.commit_step(result.drawn)
         stage.progress.stops |= result.stops
+        stage.member.activity.count_step(step.samples_done)
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
         if result.request.snapshot or is_over or is_first:
             self._check_script()

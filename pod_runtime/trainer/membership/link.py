@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from job_server.api.wire import StagePlan
+from pod_runtime.activity import own_activity
 from pod_runtime.channel_wire import (
     Cut,
     Disinvitation,
@@ -99,7 +100,8 @@ class LauncherLink:
         self.cut: Cut | None = None  # the newest that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
-        self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins, adapter=adapter))
+        hello = TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins, adapter=adapter)
+        self.send(hello, (own_activity().fd,))
 
     def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:
         """Send a message; `fds` stay open here.

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from pod_runtime.activity import Doing, own_activity
 from pod_runtime.trainer.errors import (
     PEER_LOST_EXIT_CODE,
     LinkError,
@@ -58,6 +59,7 @@ class StageMember:
         self._state_manager = state_manager
         self._link = link  # None: outside EDL, where there are no cuts
         self._next_group = next_group  # None: as above
+        self.activity = own_activity()
         self._waiting_since: float | None = None  # None: not waiting for data
         self._is_to_end = False
         self._gate = threading.Lock()  # around `_waits`; kept by a thread that ends the process
@@ -83,9 +85,11 @@ class StageMember:
         Raises:
             PeerLost: a rank is gone; the local state is the last committed one.
         """
+        self.activity.begin(Doing.EXCHANGING)
         while True:
             verdict = self._exchange(samples, drawn, void=False, of=of, stops=stops)
             if not verdict.void:
+                self.activity.begin(Doing.STEPPING)
                 return verdict
             if verdict.cut:
                 self._park_within_step()
@@ -102,11 +106,13 @@ class StageMember:
         self._end_if_told()
         with self._gate:
             self._waits = self._is_amid_updates = True
+        self.activity.begin(Doing.EXCHANGING)
         try:
             self._step.exchange([0.0] * HEADER_SIZE, contribute=True, of=of)
         finally:
             with self._gate:
                 self._waits = self._is_amid_updates = False
+        self.activity.begin(Doing.STEPPING)
 
     def wait_for_data(self) -> None:
         """Call while no data come: park with the other ranks when a cut is due."""
@@ -187,9 +193,10 @@ class StageMember:
             PeerLost: a rank is gone, or this one has to end.
             InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
-        self._state_manager.start_best(best)
-        self._wait_while(lambda: self._state_manager.is_writing_best)
-        return not self.any_of_us(self._state_manager.has_best_failed)
+        with self.activity.during(Doing.SAVING):
+            self._state_manager.start_best(best)
+            self._wait_while(lambda: self._state_manager.is_writing_best)
+            return not self.any_of_us(self._state_manager.has_best_failed)
 
     def write_final(self) -> None:
         """Have rank 0 write the last checkpoint, and try again until it is there.
@@ -203,6 +210,7 @@ class StageMember:
             PeerLost: a rank is gone, or this one has to end.
             InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
+        self.activity.begin(Doing.SAVING)
         while True:
             self._state_manager.start_final()
             self._wait_while(lambda: self._state_manager.is_writing)
@@ -214,6 +222,7 @@ class StageMember:
                     "make room or mend the path: it is tried again every %g s until it is there, "
                     "or until you end the job (Ctrl-C, edl stop)", RETRY_S,
                 )  # fmt: skip
+            self.activity.live()  # the next try
             again_at = time.monotonic() + RETRY_S
             self._wait_while(
                 lambda: time.monotonic() < again_at and not self.is_cut  # noqa: B023  called at once
@@ -270,7 +279,8 @@ class StageMember:
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
-        start = self._state_manager.park(agreed, renew > 0)
+        with self.activity.during(Doing.PARKED):
+            start = self._state_manager.park(agreed, renew > 0)
         if start is not None:
             raise StageChanged(start)
 

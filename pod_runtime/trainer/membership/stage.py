@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from job_server.api.wire import Order, StagePlan, Way
+from pod_runtime.activity import Doing, own_activity
 from pod_runtime.channel_wire import Prepared, StageTooLow, StateLoaded
 from pod_runtime.env import TrainerEnv, own_rank, plan_outside_edl, stage_environment
 from pod_runtime.orphans import note_forks
@@ -81,6 +82,8 @@ class StageJoiner:
             PeerLost: outside EDL, another rank is gone.
         """
         self._settings, self._env = settings, env
+        self._activity = own_activity()
+        self._activity.begin(Doing.STARTING)
         self.framework = make_framework(HEADER_SIZE)
         self._orders = StageOrders(self.framework, source, settings)
         self.source = self._orders.with_batch_size(source)
@@ -348,7 +351,9 @@ class StageJoiner:
             except SnapshotError as error:
                 logger.warning("%s", error)  # tried again, and logged again, at the first snapshot
         self._link.send(Prepared())
-        self._take_start(self._link.wait_start(self._load_ahead))
+        with self._activity.during(Doing.PARKED):
+            start = self._link.wait_start(self._load_ahead)
+        self._take_start(start)
         if self._joined_group is not None:
             self.framework.group.adopt(self._joined_group)
         if self._plan.missing_pods:
@@ -535,12 +540,14 @@ class StageJoiner:
         file = LedgerFile(run_dir) if rank == 0 and run_dir is not None else None
         if link is not None:
             link.send(StateLoaded(step=status.step, epoch=status.epoch))
-            link.wait_go()
+            with self._activity.during(Doing.PARKED):
+                link.wait_go()
         if self._store is not None and self._store.owner is not None:
             self._store.owner.run_id, self._store.owner.stage = status.run_id, restored.stage
             self._store.owner.hold()
         # Only after `go`: a stage that is never committed must not appear in the ledger.
         progress.begin_stage(restored.came_from, file)
+        self._activity.begin(Doing.BETWEEN)
         return TrainerStage(
             framework=framework,
             progress=progress,

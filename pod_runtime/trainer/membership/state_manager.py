@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pod_runtime.activity import Doing, own_activity
 from pod_runtime.channel_wire import Drained
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import CheckpointError, InUseError
@@ -78,6 +79,7 @@ class StateManager:
         self._owner = None if store is None else store.owner
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps
+        self._activity = own_activity()
         self._step_s = 0.0  # how long steps take; 0: not known
         self._next_save = _next_multiple(progress.cursor.global_step, save_steps)
         self._save_due: Stamp | None = None  # since this state; None: no checkpoint is due
@@ -239,11 +241,13 @@ class StateManager:
         self._snapshots.meet()
         kept = self._snapshots.reference()
         written = ""
-        if self._writer is not None and kept is None:
-            written = self._write_until_done(cut_id)
-        elif self._writer is not None and cut.durable:
-            # Another process writes the snapshot to disk; no checkpoint may be written meanwhile.
-            self._wait_for_last()
+        with self._activity.during(Doing.SAVING):
+            if self._writer is not None and kept is None:
+                written = self._write_until_done(cut_id)
+            elif self._writer is not None and cut.durable:
+                # Another process writes the snapshot to disk; no checkpoint may be written
+                # meanwhile.
+                self._wait_for_last()
         if self._owner is not None and cut.halt:
             self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
         self.note_account()
@@ -293,8 +297,9 @@ class StateManager:
             raise InUseError(self._owner.replaced_by) from None
 
     def _take(self, request: SnapshotRequest) -> None:
-        self._progress.flush_ledger()
-        self._snapshots.take(request.renew)
+        with self._activity.during(Doing.SAVING):
+            self._progress.flush_ledger()
+            self._snapshots.take(request.renew)
 
     def _interval(self) -> int:
         """Return how many steps lie between two snapshots."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from tests.support import ROOT
 
-PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl")
+PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "k8s_controller", "edl")
 
 # Names that several classes still share. Take out what you make unique; add none.
 SHARED = {

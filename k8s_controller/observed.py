@@ -1,0 +1,180 @@
+"""What is there: pods as the API server lists them, the training as its job server has it. Pure.
+
+Nothing else is decided from. What the controller has to remember is in the TrainingJob's status.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from job_server.api.wire import JobStatus, Sharing
+
+Object = Mapping[str, Any]
+
+JOB_LABEL = "paddlepaddle.org/job-name"
+ROLE_LABEL = "paddlepaddle.org/role"
+INDEX_LABEL = "paddlepaddle.org/index"
+UNSCHEDULABLE = "Unschedulable"
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+UID_CHARS = 8  # of a pod's uid, in the name of its node at the job server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPod:
+    """A pod of a TrainingJob."""
+
+    name: str
+    uid: str
+    index: int = -1  # of a trainer
+    phase: str = "Pending"  # Pending, Running, Succeeded, Failed or Unknown
+    leaving: bool = False  # it is deleted: its grace runs
+    ready: bool = False
+    address: str = ""  # "": not known yet
+    created_at: float = 0.0  # seconds since 1970
+    node: str = ""  # of Kubernetes; "": not scheduled
+    trouble: str = ""  # one word, as of a condition's reason; "": none
+    message: str = ""  # ... in words
+
+    @property
+    def node_id(self) -> str:
+        """Return the name of its node at the job server: a pod of the same name is another one."""
+        return node_id(self.name, self.uid)
+
+    @property
+    def over(self) -> bool:
+        """Whether its containers have ended."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNode:
+    """A trainer pod as the job server knows it."""
+
+    alive: bool
+    limit: int | None  # of slots; None: all. With 0 the training leaves it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """What a job server that answers has said."""
+
+    job: JobStatus | None  # None: it does not know the job
+    nodes: Mapping[str, TrainingNode]
+    most: int | None = None  # pods that the training may have; None: it has not begun, or is over
+
+    def uses(self, node_id: str) -> bool:
+        """Whether the training has a pod on a node, or is to have one."""
+        if self.job is None:
+            return False
+        allotment = self.job.allotment
+        if any(pod.node_id == node_id for pod in self.job.pods):
+            return True
+        return allotment is not None and allotment.nodes.get(node_id, 0) > 0
+
+    @property
+    def training_pods(self) -> int:
+        """Return how many pods train now."""
+        pods = () if self.job is None else self.job.pods
+        return sum(pod.phase == "running" for pod in pods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """All that a decision about one TrainingJob follows from, beside its spec and status."""
+
+    trainers: tuple[ListedPod, ...] = ()
+    server_pod: ListedPod | None = None
+    server: ServerView | None = None  # None: it does not answer
+    prepared: bool = False  # Secret, Service and so on were made in this life of the controller
+
+
+def node_id(name: str, uid: str) -> str:
+    """Return the node id of a trainer pod's job client."""
+    return f"{name}.{uid[:UID_CHARS]}"
+
+
+def server_view(job: JobStatus | None, sharing: Sharing) -> ServerView:
+    """Return what the answers of a job server say of its only job."""
+    nodes = {
+        node.node_id: TrainingNode(alive=node.alive, limit=node.limit) for node in sharing.nodes
+    }
+    most = next((each.max_pods for each in sharing.jobs), None)
+    return ServerView(job=job, nodes=nodes, most=most)
+
+
+def observe_pods(pods: Iterable[Object]) -> tuple[tuple[ListedPod, ...], ListedPod | None]:
+    """Return the trainers in the order of their indexes, and the job server's pod."""
+    trainers, server = [], None
+    for pod in pods:
+        role = pod["metadata"].get("labels", {}).get(ROLE_LABEL)
+        if role == "trainer":
+            trainers.append(pod_view(pod))
+        elif role == "server":
+            server = pod_view(pod)
+    return tuple(sorted(trainers, key=lambda pod: (pod.index, pod.name))), server
+
+
+def pod_view(pod: Object) -> ListedPod:
+    meta, status = pod["metadata"], pod.get("status") or {}
+    index = str(meta.get("labels", {}).get(INDEX_LABEL, ""))
+    trouble, message = _trouble(status)
+    return ListedPod(
+        name=str(meta["name"]),
+        uid=str(meta["uid"]),
+        index=int(index) if index.isdecimal() else -1,
+        phase=str(status.get("phase", "Pending")),
+        leaving="deletionTimestamp" in meta,
+        ready=_is(status, "Ready"),
+        address=str(status.get("podIP", "")),
+        created_at=seconds(meta.get("creationTimestamp")) or 0.0,
+        node=str(pod.get("spec", {}).get("nodeName") or ""),
+        trouble=trouble,
+        message=message,
+    )
+
+
+def _is(status: Object, kind: str) -> bool:
+    return any(
+        each.get("type") == kind and each.get("status") == "True"
+        for each in status.get("conditions") or ()
+    )
+
+
+def _trouble(status: Object) -> tuple[str, str]:
+    """Return what keeps a pod from running: a reason of one word, and the words for people."""
+    for each in status.get("conditions") or ():
+        if each.get("type") == "PodScheduled" and each.get("status") == "False":
+            return UNSCHEDULABLE, str(each.get("message", "")) or "no node has room for it"
+    statuses = [
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ]
+    for each in statuses:
+        state = each.get("state") or {}
+        waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+        reason, text = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+        if reason in _IMAGE_REASONS:
+            said = text or "it cannot be pulled"
+            return "ImagePull", f"image {each.get('image', '')}: {said}"
+        if reason and reason not in ("ContainerCreating", "PodInitializing"):
+            return reason, text or f"container {each.get('name')} waits: {reason}"
+        if ended and (ended.get("exitCode") or status.get("phase") == "Failed"):
+            said = f"container {each.get('name')} ended with code {ended.get('exitCode')}"
+            why = ended.get("message") or ended.get("reason") or ""
+            return "Ended", f"{said}: {why}" if why else said
+    if status.get("phase") == "Failed":
+        return str(status.get("reason") or "Ended"), str(status.get("message") or "it has failed")
+    return "", ""
+
+
+def seconds(text: Any) -> float | None:
+    """Return a time of Kubernetes as seconds since 1970; None: there is none."""
+    if not text:
+        return None
+    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+
+
+def time_text(at: float) -> str:
+    """Return seconds since 1970 as Kubernetes writes times that need parts of a second."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

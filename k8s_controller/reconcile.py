@@ -1,0 +1,560 @@
+"""Decide what to do for one TrainingJob, from what is there. Pure.
+
+Each pass looks at everything anew: the spec, the status, the pods, the job server's answer. It
+may be cut off after any action and run again, by this controller or the next one.
+
+A pod that comes is used when all that are wanted have registered with the job server: one planned
+change, not one for each. A pod that is to go is first closed to the training (a limit of 0 slots);
+it is deleted when the training has no pod on it, and is to have none.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from job_server.api.wire import JobState
+from k8s_controller import status as states
+from k8s_controller.objects import STATE, selector
+from k8s_controller.observed import UNSCHEDULABLE, ListedPod, Observed, ServerView
+from k8s_controller.spec import TrainingJobSpec
+from k8s_controller.status import Phase, TrainingJobStatus
+
+GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
+PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
+BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
+_RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
+_HALTS = (JobState.PAUSING, JobState.STOPPING)
+
+
+# --- what may be done; all of it may be done twice
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make Secret, Service and what else a job has beside its pods."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeServer:
+    """Make the job server's pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTrainer:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePod:
+    name: str
+    uid: str  # another pod of that name stays
+    at_once: bool = False  # without a grace: nothing runs in it
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """Tell the job server of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPods:
+    """Tell the job server how many pods the training may have."""
+
+    pods: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseNode:
+    """Have the training leave a pod, by a planned change."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNode:
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseJob:
+    """Have the newest state written, and all pods freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeJob:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """Have the newest state written, and the job ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveTrainingJob:
+    """Delete the TrainingJob: its time after the end is over."""
+
+
+Step = (
+    Prepare
+    | MakeServer
+    | MakeTrainer
+    | RemovePod
+    | SubmitJob
+    | SetPods
+    | CloseNode
+    | OpenNode
+    | PauseJob
+    | ResumeJob
+    | StopJob
+    | RemoveTrainingJob
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An event of Kubernetes, about the TrainingJob."""
+
+    reason: str  # one word
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What to do, in this order, and what to write after it."""
+
+    steps: tuple[Step, ...]
+    notices: tuple[Notice, ...]
+    status: TrainingJobStatus
+
+
+def refuse(name: str, generation: int, status: TrainingJobStatus, why: str, now: float) -> Outcome:
+    """Return the end of a job whose spec can never run."""
+    known = status.holds(states.FAILED)
+    new = replace(
+        status,
+        phase=Phase.FAILED,
+        observed_generation=generation,
+        selector=selector(name),
+        reason=why,
+        completed_at=status.completed_at or now,
+    ).with_condition(states.FAILED, True, "InvalidSpec", why, now)
+    notices = () if known else (Notice("InvalidSpec", why, warning=True),)
+    return Outcome(steps=(), notices=notices, status=new)
+
+
+def reconcile(
+    name: str,
+    generation: int,
+    spec: TrainingJobSpec,
+    status: TrainingJobStatus,
+    seen: Observed,
+    now: float,
+) -> Outcome:
+    """Return what to do now for a TrainingJob that is not being deleted.
+
+    Args:
+        generation: of the object whose spec this is.
+        now: seconds since 1970.
+    """
+    work = _Pass(name, spec, replace(status, observed_generation=generation), seen, now)
+    if work.status.ended:
+        work.clean_up()
+    else:
+        work.live()
+    return Outcome(steps=tuple(work.steps), notices=tuple(work.notices), status=work.status)
+
+
+class _Pass:
+    """One look at one job."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: TrainingJobSpec,
+        status: TrainingJobStatus,
+        seen: Observed,
+        now: float,
+    ) -> None:
+        self.name, self.spec, self.status, self.seen, self.now = name, spec, status, seen, now
+        self.steps: list[Step] = []
+        self.notices: list[Notice] = []
+        self._alive = [pod for pod in seen.trainers if not pod.leaving and not pod.over]
+
+    # --- the life of a job
+
+    def live(self) -> None:
+        self._set(
+            selector=selector(self.name),
+            started_at=self.status.started_at or (None if self.spec.suspend else self.now),
+        )
+        self._decide_number()
+        self._read_server()
+        if self.status.ended:
+            return
+        if self.spec.suspend:
+            self._suspend()
+        else:
+            self._go_on()
+        if not self.status.ended:
+            self._keep_deadline()
+        self._summarize()
+
+    def clean_up(self) -> None:
+        """Delete what a job that has ended leaves, and at last the job."""
+        if self.spec.clean_pods:
+            for pod in self.seen.trainers:
+                if not pod.leaving:
+                    self.steps.append(RemovePod(pod.name, pod.uid))
+            server = self.seen.server_pod
+            if server is not None and not server.leaving:
+                self.steps.append(RemovePod(server.name, server.uid))
+        left = len([pod for pod in self._alive]) if not self.spec.clean_pods else 0
+        self._set(replicas=left, ready=0, training=0)
+        ended_at, ttl_s = self.status.completed_at, self.spec.ttl_s
+        if ttl_s is not None and ended_at is not None and self.now >= ended_at + ttl_s:
+            self.steps.append(RemoveTrainingJob())
+
+    def _decide_number(self) -> None:
+        """Set `desired`: the user's number, or within the bounds what the autoscaler has chosen."""
+        before = self.status.desired
+        wanted = self.spec.replicas
+        if self.spec.autoscale:
+            wanted = self.spec.min_replicas if before is None else before
+        wanted = min(max(wanted, self.spec.min_replicas), self.spec.max_replicas)
+        if before == wanted and self.status.scaled_at is not None:
+            return
+        self._set(desired=wanted, scaled_at=self.now)
+        if before is not None and before != wanted:
+            self._say("Scaling", f"from {before} to {_pods(wanted)}: spec.replicas is {wanted}")
+
+    def _read_server(self) -> None:
+        """Enter what the job server says; end when its job has."""
+        server, pod = self.seen.server, self.seen.server_pod
+        if server is None:
+            words = "the job server's pod is not there yet"
+            if pod is not None:
+                words = pod.message or "the job server does not answer yet"
+            reason = pod.trouble if pod is not None and pod.trouble else "NotReady"
+            self._condition(states.SERVER_READY, False, reason, words)
+            return
+        self._condition(states.SERVER_READY, True, "Answers", "")
+        job = server.job
+        if job is None:
+            return
+        self._set(
+            step=job.step,
+            epoch=job.epoch,
+            total_steps=job.total_steps,
+            stage=job.stage,
+            failures=job.failures,
+            job_state=job.state.value,
+            reason=job.reason,
+            training=server.training_pods,
+            saved_path=self.status.saved_path if job.saved is None else job.saved.path,
+        )
+        if job.state in _RUNS and server.training_pods:
+            self._set(pod_failures=0)
+        if job.state is JobState.SUCCEEDED:
+            self._end(states.COMPLETE, Phase.SUCCEEDED, "Succeeded", job.reason)
+        elif job.state is JobState.FAILED:
+            self._end(states.FAILED, Phase.FAILED, "TrainingFailed", job.reason)
+        elif job.state is JobState.STOPPED:
+            late = self._is_late()
+            reason = "DeadlineExceeded" if late else "Stopped"
+            said = f"it ran for {self.spec.active_deadline_s:g} s, its activeDeadlineSeconds"
+            self._end(states.FAILED, Phase.FAILED, reason, said if late else job.reason)
+
+    def _end(self, kind: str, phase: Phase, reason: str, message: str) -> None:
+        self._set(phase=phase, completed_at=self.now, reason=message)
+        self._condition(kind, True, reason, message)
+        self._condition(states.RUNNING, False, reason, message)
+        self._say(reason, message or reason, warning=kind == states.FAILED)
+
+    # --- suspended or not
+
+    def _suspend(self) -> None:
+        """Pause the training, durably; then delete its pods."""
+        server = self.seen.server
+        if self.seen.server_pod is None and not self._known_to_run():
+            self._is_suspended("it has not begun")
+            self._remove_idle()
+            return
+        self._keep_server()
+        if server is None:
+            return  # nobody knows what the training does
+        if server.job is None:
+            self._is_suspended("it has not begun")
+            self._remove_idle()
+        elif server.job.state is JobState.PAUSED:
+            saved = server.job.saved
+            if saved is not None and (saved.spare or _dies_with_pod(saved.path)):
+                self._condition(
+                    states.SUSPENDED,
+                    False,
+                    "NotDurable",
+                    f"it is paused, but its state is in a pod's own folder, {saved.path}, which "
+                    "goes with the pod; so the pods stay. Give the training a checkpoint path on "
+                    "a volume, or a URL",
+                )
+                return
+            where = "" if saved is None else f" at step {saved.step}, written to {saved.path}"
+            self._is_suspended(f"paused{where}")
+            self._remove_idle()
+        elif server.job.state not in _HALTS:
+            asked_at = self.status.pause_asked_at
+            if asked_at is None or self.now >= asked_at + PAUSE_AGAIN_S:
+                self.steps.append(PauseJob())
+                self._set(pause_asked_at=self.now)
+                self._say("Suspending", "spec.suspend is true: its newest state is written")
+            else:
+                words = f"the training goes on: {server.job.reason}"
+                self._condition(states.SUSPENDED, False, "NotPaused", words)
+
+    def _known_to_run(self) -> bool:
+        return self.status.job_state not in ("", JobState.PAUSED.value)
+
+    def _is_suspended(self, words: str) -> None:
+        if not self.status.holds(states.SUSPENDED):
+            self._set(suspended_at=self.now)
+            self._say("Suspended", words)
+        self._condition(states.SUSPENDED, True, "Suspended", words)
+
+    def _remove_idle(self) -> None:
+        for pod in self.seen.trainers:
+            if not pod.leaving:
+                self.steps.append(RemovePod(pod.name, pod.uid))
+
+    def _go_on(self) -> None:
+        if states.SUSPENDED in self.status.conditions or self.status.pause_asked_at is not None:
+            if self.status.holds(states.SUSPENDED):
+                since = self.status.suspended_at or self.now
+                spent_s = self.status.suspended_s + self.now - since
+                self._set(suspended_s=spent_s, scaled_at=self.now)
+                self._say("Resumed", "spec.suspend is false")
+            self._set(suspended_at=None, pause_asked_at=None)
+            self._condition(states.SUSPENDED, False, "Resumed", "")
+        self._keep_server()
+        self._scale()
+
+    def _keep_server(self) -> None:
+        if not self.seen.prepared:
+            self.steps.append(Prepare())
+        pod = self.seen.server_pod
+        if pod is None:
+            self.steps.append(MakeServer())
+        elif pod.over and not pod.leaving:  # evicted, or its node was shut down
+            self.steps.append(RemovePod(pod.name, pod.uid))
+            self._say("ServerLost", f"pod {pod.name}: {pod.message}; it is made again", True)
+
+    # --- how many pods
+
+    def _scale(self) -> None:
+        wanted = self.status.desired or self.spec.min_replicas
+        self._replace_broken()
+        surplus = self._surplus(wanted)
+        self._add(wanted)
+        server = self.seen.server
+        if server is None:
+            return
+        for pod in self.seen.trainers:
+            node = server.nodes.get(pod.node_id)
+            if node is None or not node.alive:
+                continue
+            if pod in surplus or pod.leaving:
+                if node.limit != 0:
+                    self.steps.append(CloseNode(pod.node_id))
+            elif node.limit is not None:
+                self.steps.append(OpenNode(pod.node_id))
+        self._admit(server, wanted)
+        for pod in surplus:
+            node = server.nodes.get(pod.node_id)
+            is_closed = node is None or not node.alive or node.limit == 0
+            if is_closed and not server.uses(pod.node_id):
+                self.steps.append(RemovePod(pod.name, pod.uid))
+                self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} are wanted; it was not used")
+
+    def _surplus(self, wanted: int) -> list[ListedPod]:
+        """Return the pods to give up: closed and unusable ones first, then the highest indexes."""
+        order = sorted(self._alive, key=lambda pod: (self._usefulness(pod), -pod.index))
+        return order[: max(len(order) - wanted, 0)]
+
+    def _usefulness(self, pod: ListedPod) -> int:
+        server = self.seen.server
+        if pod.trouble:
+            return 0
+        node = None if server is None else server.nodes.get(pod.node_id)
+        if server is not None and (node is None or not node.alive):
+            return 0 if not server.uses(pod.node_id) else 1
+        return 2
+
+    def _replace_broken(self) -> None:
+        """Delete pods that have ended, and those that do not get ready in time."""
+        failed = 0
+        for pod in self.seen.trainers:
+            if pod.leaving:
+                continue
+            if pod.over:
+                self.steps.append(RemovePod(pod.name, pod.uid))
+                failed += 1
+                self._say("PodEnded", f"{pod.name}: {pod.message or 'it has ended'}", warning=True)
+            elif self._is_overdue(pod):
+                self.steps.append(RemovePod(pod.name, pod.uid))
+                self._alive.remove(pod)
+                words = pod.message or "it has not registered with the job server"
+                self._say(
+                    "PodReplaced",
+                    f"{pod.name}: not ready after {self.spec.pod_ready_timeout_s:g} s: {words}",
+                    warning=True,
+                )
+        if not failed:
+            return
+        count = self.status.pod_failures + failed
+        self._set(pod_failures=count, pod_failed_at=self.now)
+        if count > self.spec.restart_limit + self.spec.max_replicas:
+            words = next(pod.message for pod in self.seen.trainers if pod.over)
+            self._end(
+                states.FAILED,
+                Phase.FAILED,
+                "PodsFailed",
+                f"{count} pods have ended before the training went on; the last one: {words}",
+            )
+
+    def _is_overdue(self, pod: ListedPod) -> bool:
+        server = self.seen.server
+        if server is None or pod.trouble == UNSCHEDULABLE or server.uses(pod.node_id):
+            return False
+        node = server.nodes.get(pod.node_id)
+        is_known = node is not None and node.alive
+        return not is_known and self.now >= pod.created_at + self.spec.pod_ready_timeout_s
+
+    def _add(self, wanted: int) -> None:
+        missing = wanted - len(self._alive)
+        if missing <= 0 or self.status.ended:
+            return
+        failures, failed_at = self.status.pod_failures, self.status.pod_failed_at
+        if failures and failed_at is not None:
+            wait_s = min(BACKOFF_S[0] * 2 ** min(failures - 1, 30), BACKOFF_S[1])
+            if self.now < failed_at + wait_s:
+                return
+        indexes = list(self._free_indexes(missing))
+        for index in indexes:
+            self.steps.append(MakeTrainer(index))
+        names = ", ".join(f"{self.name}-{index}" for index in indexes)
+        self._say("PodsMade", f"{names}: {_pods(wanted)} are wanted, {len(self._alive)} are there")
+        self._set(scaled_at=self.now)
+
+    def _free_indexes(self, count: int) -> Iterator[int]:
+        taken = {pod.index for pod in self.seen.trainers}
+        index = 0
+        while count:
+            if index not in taken:
+                yield index
+                count -= 1
+            index += 1
+
+    def _admit(self, server: ServerView, wanted: int) -> None:
+        """Let the training begin, go on, or have more or fewer pods."""
+        ready = [
+            pod
+            for pod in self._alive
+            if (node := server.nodes.get(pod.node_id)) is not None and node.alive
+        ]
+        gathered = self.now >= (self.status.scaled_at or 0.0) + GATHER_S
+        enough = len(ready) >= wanted or (gathered and len(ready) >= self.spec.min_replicas)
+        if server.job is None:
+            if enough:
+                self.steps.append(SubmitJob())
+                if wanted != self.spec.max_replicas:
+                    self.steps.append(SetPods(wanted))
+                self._say("Submitted", f"the training begins with {_pods(min(len(ready), wanted))}")
+            return
+        if server.job.state is JobState.PAUSED:
+            if enough:
+                self.steps.append(ResumeJob())
+            return
+        if server.most is None or server.most == wanted or server.job.state in _HALTS:
+            return
+        if wanted < server.most or enough or gathered:
+            self.steps.append(SetPods(wanted))
+
+    # --- time, and words
+
+    def _is_late(self) -> bool:
+        limit_s, began = self.spec.active_deadline_s, self.status.started_at
+        if limit_s is None or began is None:
+            return False
+        waited_s = self.status.suspended_s
+        if self.status.suspended_at is not None:
+            waited_s += self.now - self.status.suspended_at
+        return self.now - began - waited_s >= limit_s
+
+    def _keep_deadline(self) -> None:
+        if not self._is_late() or self.spec.active_deadline_s is None:
+            return
+        server = self.seen.server
+        if server is None or (server.job is not None and server.job.state is JobState.STOPPING):
+            return
+        if server.job is None:
+            words = f"it ran for {self.spec.active_deadline_s:g} s, its activeDeadlineSeconds"
+            self._end(states.FAILED, Phase.FAILED, "DeadlineExceeded", words)
+            return
+        self.steps.append(StopJob())
+
+    def _summarize(self) -> None:
+        """Set the numbers, `phase` and the conditions that follow from all this."""
+        server, wanted = self.seen.server, self.status.desired or 0
+        known = {} if server is None else server.nodes
+        ready = sum(
+            (node := known.get(pod.node_id)) is not None and node.alive for pod in self._alive
+        )
+        self._set(replicas=len(self._alive), ready=ready)
+        if self.status.ended:
+            return
+        troubles = [pod for pod in self._alive if pod.trouble]
+        if troubles:
+            first = troubles[0]
+            more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+            words = f"{first.name}{more}: {first.message}"
+            self._condition(states.PODS_READY, False, first.trouble, words)
+        elif self.status.holds(states.SUSPENDED):
+            self._condition(states.PODS_READY, False, "Suspended", "")
+        elif ready < wanted:
+            words = f"{ready} of {_pods(wanted)} have registered with the job server"
+            self._condition(states.PODS_READY, False, "NotReady", words)
+        else:
+            self._condition(states.PODS_READY, True, "Registered", "")
+        job = None if server is None else server.job
+        runs = job is not None and job.state in _RUNS and self.status.training > 0
+        if job is not None:
+            self._condition(states.RUNNING, runs, job.state.value.title(), job.reason)
+        if self.status.holds(states.SUSPENDED):
+            phase = Phase.SUSPENDED
+        elif server is None:  # as it was: the training does not need the server to go on
+            phase = self.status.phase
+        elif job is None:
+            phase = Phase.PENDING
+        elif runs:
+            settled = self.status.training == wanted == len(self._alive)
+            phase = Phase.RUNNING if settled else Phase.SCALING
+        else:
+            phase = Phase.STARTING if job.state is not JobState.WAITING else Phase.PENDING
+        self._set(phase=phase)
+
+    def _set(self, **values: object) -> None:
+        self.status = replace(self.status, **values)  # type: ignore[arg-type]  # named by callers
+
+    def _condition(self, kind: str, status: bool, reason: str, message: str) -> None:
+        self.status = self.status.with_condition(kind, status, reason, message, self.now)
+
+    def _say(self, reason: str, message: str, warning: bool = False) -> None:
+        self.notices.append(Notice(reason, message, warning))
+
+
+def _pods(count: int) -> str:
+    return "1 pod" if count == 1 else f"{count} pods"
+
+
+def _dies_with_pod(path: str) -> bool:
+    """Whether a path is in a folder that a pod has to itself."""
+    return path == STATE or path.startswith(f"{STATE}/")

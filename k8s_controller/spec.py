@@ -1,0 +1,251 @@
+"""Read a TrainingJob's spec, and refuse what cannot be right. Pure.
+
+The definition in `manifests/crd.yaml` refuses most of it sooner. What is left for here is what a
+schema cannot say, and objects that were stored before a rule was added.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from job_server.api.wire import JobSpec, WireError
+
+Object = Mapping[str, Any]
+T = TypeVar("T")
+
+GROUP = "paddlepaddle.org"
+VERSION = "v1"
+KIND = "TrainingJob"
+PLURAL = "trainingjobs"
+API_VERSION = f"{GROUP}/{VERSION}"
+TRAINER = "trainer"  # the container that trains
+GPU = "nvidia.com/gpu"
+MAX_NAME = 50  # `-server` and an index follow it in names of 63 characters
+MAX_PODS = 4096
+_OURS = ("restartPolicy", "hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
+_OUR_ENV = ("EDL_", "PADDLE_JOB", "PADDLE_POD", "POD_NAME", "POD_IP", "POD_UID")
+
+
+class SpecError(ValueError):
+    """A TrainingJob that can never run; the text names the field, the value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJobSpec:
+    """What a user wants, with all defaults filled in. `replicas` and its bounds count pods."""
+
+    replicas: int
+    min_replicas: int
+    max_replicas: int
+    template: Object  # a PodTemplateSpec
+    autoscale: bool = False
+    priority: int = 0
+    slots_per_pod: int = 1
+    has_gpus: bool = False
+    suspend: bool = False
+    restart_limit: int = 20
+    active_deadline_s: float | None = None  # None: it may run for ever
+    ttl_s: float | None = None  # None: it stays when it has ended
+    clean_pods: bool = True  # after the end
+    pod_ready_timeout_s: float = 600.0
+    overlap: str = "auto"
+    standby: int = 0
+    spares: int = 1
+    policy: str = "fixed_global"
+    prepare_timeout_s: float = 120.0
+    server_resources: Object = field(default_factory=dict)
+    server_image: str = ""
+    storage: Object | None = None  # None: an emptyDir
+
+    @property
+    def trainer(self) -> Object:
+        """Return the container that trains."""
+        return _container(self.template["spec"])
+
+    def job_spec(self, name: str) -> JobSpec:
+        """Return what the job server is told.
+
+        Raises:
+            WireError: a value is out of its range.
+        """
+        return JobSpec(
+            job_id=name,
+            min_pods=self.min_replicas,
+            max_pods=self.max_replicas,
+            slots_per_pod=self.slots_per_pod,
+            overlap=self.overlap,
+            standby=self.standby,
+            spares=self.spares,
+            policy=self.policy,
+            prepare_timeout_s=self.prepare_timeout_s,
+            max_failures=self.restart_limit,
+            share=True,
+        )
+
+
+def parse(body: Object) -> TrainingJobSpec:
+    """Return the spec of a TrainingJob.
+
+    Raises:
+        SpecError: it can never run as it is.
+    """
+    name = str(body["metadata"]["name"])
+    if len(name) > MAX_NAME:
+        raise SpecError(
+            f"metadata.name: {name!r} has {len(name)} characters, and names of pods follow from "
+            f"it; use at most {MAX_NAME}"
+        )
+    raw: Object = _get(body, "spec", dict, {}, "")
+    lowest = _int(raw, "minReplicas", 1, 1, MAX_PODS)
+    replicas = _get(raw, "replicas", int, None)
+    highest = _int(raw, "maxReplicas", max(replicas or 0, lowest), 1, MAX_PODS)
+    if highest < lowest:
+        raise SpecError(
+            f"spec.maxReplicas: {highest} is less than spec.minReplicas, {lowest}; raise it"
+        )
+    autoscale = _get(raw, "autoscale", bool, False)
+    if autoscale and replicas is not None:
+        raise SpecError(
+            f"spec.replicas: with spec.autoscale the controller chooses it; leave out {replicas}, "
+            "or autoscale"
+        )
+    if replicas is not None and not lowest <= replicas <= highest:
+        raise SpecError(
+            f"spec.replicas: {replicas} is not between spec.minReplicas, {lowest}, and "
+            f"spec.maxReplicas, {highest}; change one of them"
+        )
+    default = lowest if autoscale or "maxReplicas" not in raw else highest
+    template = _template(_get(raw, "template", dict, None))
+    gpus = _gpus(_container(template["spec"]))
+    server: Object = _get(raw, "server", dict, {})
+    clean = _one_of(raw, "cleanPodPolicy", ("All", "None"))
+    spec = TrainingJobSpec(
+        replicas=default if replicas is None else replicas,
+        min_replicas=lowest,
+        max_replicas=highest,
+        template=template,
+        autoscale=autoscale,
+        priority=_int(raw, "priority", 0, -1000, 1000),
+        slots_per_pod=_int(raw, "slotsPerPod", gpus or 1, 1, 64),
+        has_gpus=gpus > 0,
+        suspend=_get(raw, "suspend", bool, False),
+        restart_limit=_int(raw, "restartLimit", 20, 0, 1_000_000),
+        active_deadline_s=_seconds(raw, "activeDeadlineSeconds", 1),
+        ttl_s=_seconds(raw, "ttlSecondsAfterFinished", 0),
+        clean_pods=clean == "All",
+        pod_ready_timeout_s=float(_int(raw, "podReadyTimeoutSeconds", 600, 10, 10**8)),
+        overlap=_one_of(raw, "overlap", ("auto", "on", "off", "join")),
+        standby=_int(raw, "standby", 0, 0, 2),
+        spares=_int(raw, "spares", 1, 0, 64),
+        policy=_one_of(raw, "policy", ("fixed_global", "linear")),
+        prepare_timeout_s=float(_int(raw, "prepareTimeoutSeconds", 120, 1, 86400)),
+        server_resources=_get(server, "resources", dict, {}, "spec.server"),
+        server_image=_get(server, "image", str, "", "spec.server"),
+        storage=_storage(server),
+    )
+    if gpus and spec.slots_per_pod != gpus:
+        raise SpecError(
+            f"spec.slotsPerPod: {spec.slots_per_pod} trainers for the {gpus} GPUs of container "
+            f"{TRAINER}; each trainer has one, so leave slotsPerPod out"
+        )
+    try:
+        spec.job_spec(name)
+    except WireError as error:
+        raise SpecError(f"spec: {error}") from None
+    return spec
+
+
+def _template(template: Object | None) -> Object:
+    pod = _get(template or {}, "spec", dict, None, "spec.template")
+    if not pod:
+        raise SpecError("spec.template.spec: missing; give the pods' spec, as of a batch/v1 Job")
+    for name in _OURS:
+        if name in pod:
+            raise SpecError(f"spec.template.spec.{name}: the controller sets it; leave it out")
+    container = _container(pod)
+    for name in ("lifecycle", "workingDir"):
+        if name in container:
+            raise SpecError(
+                f"spec.template.spec.containers[{TRAINER}].{name}: the controller sets it; "
+                "leave it out"
+            )
+    if not container.get("image"):
+        raise SpecError(
+            f"spec.template.spec.containers[{TRAINER}].image: missing; name one that has EDL in it"
+        )
+    if not (container.get("command") or container.get("args")):
+        raise SpecError(
+            f"spec.template.spec.containers[{TRAINER}].command: missing; give what each pod runs, "
+            'such as ["python", "-m", "pod_runtime.launch", "train.py"]'
+        )
+    for each in container.get("env", ()):
+        if str(each.get("name", "")).startswith(_OUR_ENV):
+            raise SpecError(
+                f"spec.template.spec.containers[{TRAINER}].env: {each['name']} is set by the "
+                "controller; leave it out"
+            )
+    assert template is not None
+    return template
+
+
+def _container(pod: Object) -> Object:
+    named = [each for each in pod.get("containers", ()) if each.get("name") == TRAINER]
+    if len(named) != 1:
+        raise SpecError(
+            f"spec.template.spec.containers: expected one of the name {TRAINER!r}, got "
+            f"{len(named)}; it is the one that trains"
+        )
+    found: Object = named[0]
+    return found
+
+
+def _gpus(container: Object) -> int:
+    resources = container.get("resources", {})
+    for kind in ("limits", "requests"):
+        if GPU in resources.get(kind, {}):
+            text = str(resources[kind][GPU])
+            if not text.isdecimal():
+                raise SpecError(
+                    f"spec.template.spec.containers[{TRAINER}].resources.{kind}: expected a whole "
+                    f"number of {GPU}, got {text!r}"
+                )
+            return int(text)
+    return 0
+
+
+def _storage(server: Object) -> Object | None:
+    storage: Object | None = _get(server, "storage", dict, None, "spec.server")
+    if storage is not None and "size" not in storage:
+        raise SpecError("spec.server.storage.size: missing; give an amount, such as 1Gi")
+    return storage
+
+
+def _get(raw: Object, name: str, kind: type[T], default: Any, where: str = "spec") -> Any:
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise SpecError(
+            f"{where}.{name}: expected {kind.__name__}, got {value!r}; correct or leave it out"
+        )
+    return value
+
+
+def _int(raw: Object, name: str, default: int, low: int, high: int) -> int:
+    value = int(_get(raw, name, int, default))
+    if not low <= value <= high:
+        raise SpecError(f"spec.{name}: must be between {low} and {high}, got {value}")
+    return value
+
+
+def _seconds(raw: Object, name: str, low: int) -> float | None:
+    if raw.get(name) is None:
+        return None
+    return float(_int(raw, name, low, low, 2**31 - 1))
+
+
+def _one_of(raw: Object, name: str, known: tuple[str, ...]) -> str:
+    value = str(_get(raw, name, str, known[0]))
+    if value not in known:
+        raise SpecError(f"spec.{name}: expected {' or '.join(known)}, got {value!r}")
+    return value

@@ -1,0 +1,161 @@
+"""A TrainingJob's status: what users read, and all that the controller remembers. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Self
+
+from k8s_controller.observed import seconds, time_text
+from k8s_controller.spec import Object
+
+
+class Phase(Enum):
+    """The one word that `kubectl get` shows."""
+
+    PENDING = "Pending"  # there are not enough pods yet
+    STARTING = "Starting"
+    RUNNING = "Running"
+    SCALING = "Scaling"  # it trains, with another number of pods than is wanted
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """One condition, as Kubernetes has them."""
+
+    status: bool
+    reason: str  # one word
+    message: str = ""
+    since: float = 0.0  # seconds since 1970
+
+
+SERVER_READY = "ServerReady"
+PODS_READY = "PodsReady"
+RUNNING = "Running"
+SUSPENDED = "Suspended"
+COMPLETE = "Complete"
+FAILED = "Failed"
+
+_TIMES = {  # field here -> field of the object
+    "started_at": "startTime",
+    "completed_at": "completionTime",
+    "scaled_at": "scaleStartedAt",
+    "grow_after": "growAfter",
+    "pod_failed_at": "podFailedAt",
+    "pause_asked_at": "pauseAskedAt",
+    "suspended_at": "suspendedAt",
+}
+_PLAIN = {
+    "observed_generation": "observedGeneration",
+    "desired": "desiredReplicas",
+    "replicas": "replicas",
+    "ready": "readyReplicas",
+    "training": "trainingReplicas",
+    "selector": "selector",
+    "step": "step",
+    "epoch": "epoch",
+    "total_steps": "totalSteps",
+    "stage": "stage",
+    "failures": "failures",
+    "job_state": "jobState",
+    "reason": "reason",
+    "autoscale_reason": "autoscaleReason",
+    "saved_path": "savedPath",
+    "suspended_s": "suspendedSeconds",
+    "pod_failures": "podFailures",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJobStatus:
+    """All times are seconds since 1970; None: not yet."""
+
+    phase: Phase = Phase.PENDING
+    observed_generation: int = 0
+    desired: int | None = None  # pods; None: nothing is decided yet
+    replicas: int = 0  # trainer pods that are there and stay
+    ready: int = 0  # ... that the job server knows
+    training: int = 0  # ... that the running stage has
+    selector: str = ""
+    started_at: float | None = None
+    completed_at: float | None = None
+    step: int = 0
+    epoch: int = 0
+    total_steps: int | None = None
+    stage: int = 0
+    failures: int = 0
+    job_state: str = ""  # of the job server
+    reason: str = ""
+    autoscale_reason: str = ""
+    saved_path: str = ""  # where the last pause or end wrote the state
+    # The controller's memory, so that another one goes on where it was.
+    scaled_at: float | None = None  # when `desired` last changed, or pods last came
+    grow_after: float | None = None  # the autoscaler does not make it larger before
+    pod_failures: int = 0  # pods that have ended by themselves since it last trained
+    pod_failed_at: float | None = None
+    pause_asked_at: float | None = None
+    suspended_at: float | None = None
+    suspended_s: float = 0.0  # all that is over
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.holds(COMPLETE) or self.holds(FAILED)
+
+    def holds(self, kind: str) -> bool:
+        return kind in self.conditions and self.conditions[kind].status
+
+    def with_condition(
+        self, kind: str, status: bool, reason: str, message: str, now: float
+    ) -> Self:
+        """Return the status with this condition; its time stays unless it turns."""
+        known = self.conditions.get(kind)
+        since = known.since if known is not None and known.status == status else now
+        made = Condition(status=status, reason=reason, message=message[:1024], since=since)
+        return replace(self, conditions={**self.conditions, kind: made})
+
+    @classmethod
+    def read(cls, raw: Object | None) -> Self:
+        """Return what an object's status says; unknown and broken fields count as absent."""
+        raw = raw or {}
+        found: dict[str, Any] = {}
+        for name, key in _PLAIN.items():
+            if raw.get(key) is not None:
+                found[name] = raw[key]
+        for name, key in _TIMES.items():
+            if raw.get(key):
+                found[name] = seconds(raw[key])
+        phases = {each.value: each for each in Phase}
+        found["phase"] = phases.get(str(raw.get("phase")), Phase.PENDING)
+        found["conditions"] = {
+            str(each["type"]): Condition(
+                status=each.get("status") == "True",
+                reason=str(each.get("reason", "")),
+                message=str(each.get("message", "")),
+                since=seconds(each.get("lastTransitionTime")) or 0.0,
+            )
+            for each in raw.get("conditions") or ()
+        }
+        return cls(**found)
+
+    def write(self) -> dict[str, Any]:
+        """Return the status as an object has it; None takes a field away in a merge patch."""
+        raw: dict[str, Any] = {key: getattr(self, name) for name, key in _PLAIN.items()}
+        for name, key in _TIMES.items():
+            at = getattr(self, name)
+            raw[key] = None if at is None else time_text(at)
+        raw["phase"] = self.phase.value
+        raw["conditions"] = [
+            {
+                "type": kind,
+                "status": "True" if each.status else "False",
+                "reason": each.reason,
+                "message": each.message,
+                "lastTransitionTime": time_text(each.since),
+                "observedGeneration": self.observed_generation,
+            }
+            for kind, each in sorted(self.conditions.items())
+        ]
+        return raw

@@ -1,0 +1,101 @@
+"""The manifests of a job's objects."""
+
+from typing import Any
+
+import pytest
+from kubernetes_validate import validate
+
+from k8s_controller import objects
+from k8s_controller.spec import parse
+from tests.k8s_controller.jobs import training_job
+
+
+def all_objects(**spec: Any) -> list[dict[str, Any]]:
+    owner = training_job(**spec)
+    found = parse(owner)
+    return [
+        *objects.foundations(owner, found, "a-token-of-twenty"),
+        objects.server_pod(owner, found),
+        objects.trainer_pod(owner, found, 3),
+    ]
+
+
+def full_template() -> dict[str, Any]:
+    return {
+        "metadata": {"labels": {"team": "vision", "paddlepaddle.org/role": "server"}},
+        "spec": {
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "priorityClassName": "high",
+            "imagePullSecrets": [{"name": "registry"}],
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                }
+            ],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+            "initContainers": [{"name": "fetch", "image": "edl"}],
+            "containers": [
+                {"name": "log", "image": "fluent"},
+                {
+                    "name": "trainer",
+                    "image": "edl:1",
+                    "args": ["python", "-m", "pod_runtime.launch", "train.py"],
+                    "resources": {"limits": {"nvidia.com/gpu": 2}},
+                    "volumeMounts": [{"name": "data", "mountPath": "/tmp"}],
+                    "env": [{"name": "LR", "value": "0.1"}],
+                },
+            ],
+        },
+    }
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({}, id="the least"),
+        pytest.param(
+            {"template": full_template(), "server": {"storage": {"size": "1Gi"}}}, id="all"
+        ),
+    ],
+)
+def test_kubernetes_takes_every_manifest(spec, version):
+    for each in all_objects(**spec):
+        validate(each, version, strict=True)
+
+
+def test_pods_keep_the_restricted_standard():
+    for each in all_objects(template=full_template()):
+        if each["kind"] != "Pod":
+            continue
+        pod = each["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_trainer_pod_is_the_template_with_the_job_client_in_it():
+    pod = all_objects(template=full_template())[-1]
+    spec = pod["spec"]
+    assert pod["metadata"]["name"] == "digits-3"
+    assert pod["metadata"]["labels"]["team"] == "vision"
+    assert pod["metadata"]["labels"]["paddlepaddle.org/role"] == "trainer"  # ours come first
+    assert spec["nodeSelector"] == {"disk": "ssd"}
+    trainer = next(each for each in spec["containers"] if each["name"] == "trainer")
+    assert trainer["args"] == ["python", "-m", "pod_runtime.launch", "train.py"]
+    assert "--cpu_slots" not in trainer["command"][2]  # it has GPUs
+    mounts = {each["mountPath"]: each["name"] for each in trainer["volumeMounts"]}
+    assert mounts == {"/tmp": "data", "/state": "edl-state", "/dev/shm": "edl-shm"}
+
+
+def test_everything_goes_with_the_job():
+    for each in all_objects(server={"storage": {"size": "1Gi"}}):
+        (reference,) = each["metadata"]["ownerReferences"]
+        assert (reference["kind"], reference["uid"]) == ("TrainingJob", "u-1")

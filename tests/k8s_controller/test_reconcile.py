@@ -1,0 +1,277 @@
+"""What is done for one job, from what is there."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from job_server.api.wire import JobState, Saved
+from k8s_controller import status as states
+from k8s_controller.observed import ListedPod, Observed, ServerView, TrainingNode
+from k8s_controller.reconcile import (
+    CloseNode,
+    MakeServer,
+    MakeTrainer,
+    Notice,
+    OpenNode,
+    Outcome,
+    PauseJob,
+    Prepare,
+    RemovePod,
+    RemoveTrainingJob,
+    ResumeJob,
+    SetPods,
+    StopJob,
+    SubmitJob,
+    reconcile,
+)
+from k8s_controller.spec import TrainingJobSpec
+from k8s_controller.status import Phase, TrainingJobStatus
+from tests.k8s_controller.jobs import job_status, nodes_of, parsed, pod, server_pod
+
+NOW = 1000.0
+
+
+def look(
+    spec: TrainingJobSpec, seen: Observed, status: TrainingJobStatus | None = None, now: float = NOW
+) -> Outcome:
+    known = status or TrainingJobStatus(desired=spec.replicas, scaled_at=NOW, started_at=NOW)
+    return reconcile("digits", 1, spec, known, seen, now)
+
+
+def running(
+    spec: TrainingJobSpec,
+    pods: Sequence[ListedPod],
+    *,
+    used: Sequence[ListedPod] | None = None,
+    most: int | None = None,
+    state: JobState = JobState.RUNNING,
+    **job: Any,
+) -> Observed:
+    """Return what is seen of a job that trains on the pods."""
+    used = pods if used is None else used
+    status = job_status(spec.job_spec("digits"), state, [each.node_id for each in used], **job)
+    view = ServerView(job=status, nodes=nodes_of(pods), most=most or spec.replicas)
+    return Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+
+
+def with_limits(seen: Observed, **limits: int) -> Observed:
+    server = seen.server
+    assert server is not None
+    nodes = dict(server.nodes)
+    for name, limit in limits.items():
+        node = next(each.node_id for each in seen.trainers if each.index == int(name[1:]))
+        nodes[node] = TrainingNode(alive=True, limit=limit)
+    return replace(seen, server=replace(server, nodes=nodes))
+
+
+def test_a_new_job_gets_all_that_it_needs_at_once():
+    outcome = look(parsed(replicas=2), Observed(), TrainingJobStatus())
+    assert outcome.steps == (Prepare(), MakeServer(), MakeTrainer(0), MakeTrainer(1))
+    assert outcome.status.started_at == NOW
+    assert outcome.status.observed_generation == 1
+    assert outcome.status.selector == (
+        "paddlepaddle.org/job-name=digits,paddlepaddle.org/role=trainer"
+    )
+
+
+def test_the_training_begins_when_all_its_pods_have_registered():
+    spec = parsed(minReplicas=1, maxReplicas=3)
+    pods = [pod(index) for index in range(3)]
+    view = ServerView(job=None, nodes=nodes_of(pods[:2]))
+    seen = Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+    assert look(spec, seen).steps == ()
+    assert look(spec, seen, now=NOW + 31).steps == (SubmitJob(),)  # one is late
+    seen = replace(seen, server=replace(view, nodes=nodes_of(pods)))
+    assert look(spec, seen).steps == (SubmitJob(),)
+
+
+def test_more_pods_are_used_by_one_change_when_all_are_there():
+    spec = parsed(replicas=5, maxReplicas=5)
+    two = [pod(0), pod(1)]
+    seen = running(spec, two, most=2)
+    assert look(spec, seen).steps == (MakeTrainer(2), MakeTrainer(3), MakeTrainer(4))
+    four = replace(
+        running(spec, [pod(index) for index in range(4)], used=two, most=2),
+        trainers=tuple(pod(index) for index in range(5)),
+    )
+    assert look(spec, four).steps == ()
+    five = running(spec, [pod(index) for index in range(5)], used=two, most=2)
+    assert look(spec, five).steps == (SetPods(5),)
+
+
+def test_pods_that_leave_are_told_first_and_deleted_when_the_training_has_left_them():
+    spec = parsed(replicas=3, maxReplicas=5)
+    pods = [pod(index) for index in range(5)]
+    seen = running(spec, pods, most=5)
+    closing = (CloseNode(pods[4].node_id), CloseNode(pods[3].node_id), SetPods(3))
+    assert sorted(map(str, look(spec, seen).steps)) == sorted(map(str, closing))
+    told = with_limits(running(spec, pods, most=3), n3=0, n4=0)
+    assert look(spec, told).steps == ()
+    left = with_limits(running(spec, pods, used=pods[:4], most=3), n3=0, n4=0)
+    assert look(spec, left).steps == (RemovePod("digits-4", "uid00004"),)
+
+
+def test_a_sick_pod_leaves_before_those_of_higher_index():
+    spec = parsed(replicas=2, maxReplicas=3)
+    pods = [pod(0, trouble="ImagePull", message="no such image"), pod(1), pod(2)]
+    seen = running(spec, pods[1:], most=3)
+    seen = replace(seen, trainers=tuple(pods))
+    steps = look(spec, seen).steps
+    assert steps == (SetPods(2), RemovePod("digits-0", "uid00000"))
+
+
+def test_a_pod_that_is_drained_gets_a_substitute_at_once():
+    spec = parsed(replicas=3)
+    pods = [pod(0), pod(1, leaving=True), pod(2)]
+    steps = look(spec, running(spec, pods)).steps
+    assert steps == (MakeTrainer(3), CloseNode(pods[1].node_id))
+
+
+def test_a_pod_that_was_closed_is_opened_when_it_is_wanted_again():
+    spec = parsed(replicas=3)
+    seen = with_limits(running(spec, [pod(0), pod(1), pod(2)]), n2=0)
+    assert look(spec, seen).steps == (OpenNode(pod(2).node_id),)
+
+
+def test_a_pod_that_ended_is_made_anew_and_more_slowly_each_time():
+    spec = parsed(replicas=2)
+    pods = [pod(0), pod(1, phase="Failed", trouble="Ended", message="code 1")]
+    seen = running(spec, pods[:1], most=2, state=JobState.WAITING)
+    outcome = look(spec, replace(seen, trainers=tuple(pods)))
+    assert outcome.steps == (RemovePod("digits-1", "uid00001"),)
+    assert (outcome.status.pod_failures, outcome.status.pod_failed_at) == (1, NOW)
+    assert look(spec, seen, outcome.status, NOW + 0.5).steps == ()
+    assert look(spec, seen, outcome.status, NOW + 1.5).steps == (MakeTrainer(1),)
+    again = replace(outcome.status, pod_failures=4)
+    assert look(spec, seen, again, NOW + 7).steps == ()
+
+
+def test_a_job_whose_pods_always_end_has_failed_and_says_why():
+    spec = parsed(replicas=1, restartLimit=2)
+    seen = running(spec, [], state=JobState.WAITING)
+    ended = pod(0, phase="Failed", trouble="Ended", message="container trainer ended with code 2")
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW, pod_failures=3)
+    outcome = look(spec, replace(seen, trainers=(ended,)), status)
+    assert outcome.status.phase is Phase.FAILED
+    assert "code 2" in outcome.status.conditions[states.FAILED].message
+
+
+def test_a_pod_that_does_not_get_ready_in_time_is_replaced_but_not_where_there_is_no_room():
+    spec = parsed(replicas=2, podReadyTimeoutSeconds=60)
+    seen = running(spec, [pod(0)], most=2)
+    late = replace(seen, trainers=(pod(0), pod(1, created_at=NOW - 61)))
+    assert look(spec, late).steps == (RemovePod("digits-1", "uid00001"), MakeTrainer(2))
+    unplaced = pod(1, created_at=NOW - 61, trouble="Unschedulable", message="0/3 nodes")
+    outcome = look(spec, replace(seen, trainers=(pod(0), unplaced)))
+    assert outcome.steps == ()
+    assert outcome.status.conditions[states.PODS_READY].reason == "Unschedulable"
+    assert "digits-1: 0/3 nodes" in outcome.status.conditions[states.PODS_READY].message
+
+
+def test_a_server_that_is_away_stops_nothing():
+    spec = parsed(replicas=1, maxReplicas=3)
+    seen = replace(running(spec, [pod(0), pod(1)]), server=None)
+    outcome = look(spec, seen, TrainingJobStatus(phase=Phase.RUNNING, desired=1, scaled_at=NOW))
+    assert outcome.steps == ()
+    assert outcome.status.phase is Phase.RUNNING
+    assert not outcome.status.holds(states.SERVER_READY)
+
+
+def test_a_suspended_job_is_paused_durably_before_its_pods_go():
+    spec = parsed(replicas=2, suspend=True)
+    pods = [pod(0), pod(1)]
+    first = look(spec, running(spec, pods))
+    assert first.steps == (PauseJob(),)
+    assert look(spec, running(spec, pods), first.status, NOW + 1).steps == ()
+    pausing = running(spec, pods, state=JobState.PAUSING)
+    assert look(spec, pausing, first.status, NOW + 2).steps == ()
+    saved = Saved(stage=2, step=70, path="s3://bucket/digits", node_id=pods[0].node_id)
+    paused = running(spec, pods, used=[], state=JobState.PAUSED, saved=saved)
+    outcome = look(spec, paused, first.status, NOW + 3)
+    assert outcome.steps == (
+        RemovePod("digits-0", "uid00000"),
+        RemovePod("digits-1", "uid00001"),
+    )
+    assert outcome.status.phase is Phase.SUSPENDED
+    assert "step 70" in outcome.status.conditions[states.SUSPENDED].message
+
+
+@pytest.mark.parametrize("path", ["/state/pod_log/run", "/state"])
+def test_a_state_that_would_go_with_a_pod_keeps_the_pods(path):
+    spec = parsed(replicas=1, suspend=True)
+    saved = Saved(stage=2, step=70, path=path, node_id=pod(0).node_id)
+    paused = running(spec, [pod(0)], used=[], state=JobState.PAUSED, saved=saved)
+    outcome = look(spec, paused)
+    assert outcome.steps == ()
+    assert outcome.status.conditions[states.SUSPENDED].reason == "NotDurable"
+
+
+def test_a_job_that_is_no_longer_suspended_goes_on_when_its_pods_are_there():
+    spec = parsed(replicas=1)
+    status = TrainingJobStatus(
+        desired=1, scaled_at=NOW, started_at=0.0, suspended_at=NOW - 50
+    ).with_condition(states.SUSPENDED, True, "Suspended", "", NOW - 50)
+    paused = running(spec, [], state=JobState.PAUSED)
+    outcome = look(spec, paused, status)
+    assert outcome.steps == (MakeTrainer(0),)
+    assert outcome.status.suspended_s == 50
+    ready = running(spec, [pod(0)], used=[], state=JobState.PAUSED)
+    assert look(spec, ready, outcome.status).steps == (ResumeJob(),)
+
+
+def test_a_job_that_is_created_suspended_makes_nothing():
+    outcome = look(parsed(replicas=2, suspend=True), Observed(), TrainingJobStatus())
+    assert outcome.steps == ()
+    assert outcome.status.phase is Phase.SUSPENDED
+    assert outcome.status.started_at is None
+
+
+def test_a_deadline_does_not_count_the_time_that_a_job_was_suspended():
+    spec = parsed(replicas=1, activeDeadlineSeconds=100)
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW - 120, suspended_s=30.0)
+    seen = running(spec, [pod(0)])
+    assert look(spec, seen, status).steps == ()
+    assert look(spec, seen, status, NOW + 10).steps == (StopJob(),)
+    stopped = running(spec, [pod(0)], used=[], state=JobState.STOPPED)
+    outcome = look(spec, stopped, status, NOW + 20)
+    assert outcome.status.conditions[states.FAILED].reason == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "condition"),
+    [
+        (JobState.SUCCEEDED, Phase.SUCCEEDED, states.COMPLETE),
+        (JobState.FAILED, Phase.FAILED, states.FAILED),
+    ],
+)
+def test_a_job_ends_as_its_training_does(state, phase, condition):
+    spec = parsed(replicas=1, ttlSecondsAfterFinished=60)
+    seen = running(spec, [pod(0)], used=[], state=state, reason="a word")
+    first = look(spec, seen)
+    assert (first.status.phase, first.status.completed_at) == (phase, NOW)
+    assert first.status.conditions[condition].message == "a word"
+    cleaned = look(spec, seen, first.status, NOW + 1)
+    assert cleaned.steps == (
+        RemovePod("digits-0", "uid00000"),
+        RemovePod("digits-server", "uid-server"),
+    )
+    kept = parsed(replicas=1, cleanPodPolicy="None")
+    assert look(kept, seen, first.status, NOW + 1).steps == ()
+    gone = Observed(prepared=True)
+    assert look(spec, gone, first.status, NOW + 59).steps == ()
+    assert look(spec, gone, first.status, NOW + 61).steps == (RemoveTrainingJob(),)
+
+
+def test_every_decision_about_the_number_of_pods_is_told_with_its_reason():
+    spec = parsed(replicas=3, maxReplicas=5)
+    status = TrainingJobStatus(desired=5, scaled_at=0.0, started_at=0.0)
+    outcome = look(spec, running(spec, [pod(index) for index in range(5)], most=5), status)
+    assert Notice("Scaling", "from 5 to 3 pods: spec.replicas is 3") in outcome.notices
+
+
+def test_a_status_survives_being_written_and_read():
+    spec = parsed(replicas=2)
+    status = look(spec, running(spec, [pod(0), pod(1)])).status
+    assert TrainingJobStatus.read(status.write()) == status

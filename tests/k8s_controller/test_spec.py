@@ -1,0 +1,80 @@
+"""What a TrainingJob's spec means, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from k8s_controller.spec import SpecError, parse
+from tests.k8s_controller.jobs import parsed, training_job
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, (1, 1, 1), id="nothing said: one pod"),
+        pytest.param({"replicas": 4}, (4, 1, 4), id="a number alone is the most as well"),
+        pytest.param({"maxReplicas": 5}, (5, 1, 5), id="as many as it may have"),
+        pytest.param({"minReplicas": 2}, (2, 2, 2), id="the least alone is all"),
+        pytest.param({"minReplicas": 2, "maxReplicas": 5, "replicas": 3}, (3, 2, 5), id="all"),
+        pytest.param(
+            {"minReplicas": 2, "maxReplicas": 5, "autoscale": True}, (2, 2, 5), id="autoscale"
+        ),
+    ],
+)
+def test_numbers_of_pods_follow_from_those_that_are_given(fields: dict[str, Any], expected):
+    spec = parsed(**fields)
+    assert (spec.replicas, spec.min_replicas, spec.max_replicas) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"minReplicas": 3, "maxReplicas": 2}, "spec.maxReplicas"),
+        ({"replicas": 6, "maxReplicas": 5}, "spec.replicas"),
+        ({"replicas": 2, "autoscale": True}, "spec.replicas"),
+        ({"replicas": "2"}, "spec.replicas"),
+        ({"replicas": True}, "spec.replicas"),
+        ({"minReplicas": 0}, "spec.minReplicas"),
+        ({"overlap": "maybe"}, "spec.overlap"),
+        ({"standby": 1, "overlap": "off"}, "standby"),
+        ({"cleanPodPolicy": "Some"}, "spec.cleanPodPolicy"),
+        ({"server": {"storage": {}}}, "spec.server.storage.size"),
+        ({"template": {"spec": {}}}, "spec.template.spec"),
+        ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_the_name_of_its_field(fields, field):
+    with pytest.raises(SpecError, match=field):
+        parsed(**fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"lifecycle": {}}, "lifecycle"),
+        ({"image": ""}, "image"),
+        ({"command": []}, "command"),
+        ({"env": [{"name": "EDL_TOKEN", "value": "x"}]}, "EDL_TOKEN"),
+        ({"resources": {"limits": {"nvidia.com/gpu": "half"}}}, "nvidia.com/gpu"),
+    ],
+)
+def test_of_the_trainers_container_only_what_is_the_users_may_be_set(change, field):
+    job = training_job()
+    job["spec"]["template"]["spec"]["containers"][0].update(change)
+    with pytest.raises(SpecError, match=field):
+        parse(job)
+
+
+def test_a_pod_has_a_trainer_for_each_of_its_gpus():
+    job = training_job()
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    container["resources"] = {"limits": {"nvidia.com/gpu": 4}}
+    assert (parse(job).slots_per_pod, parse(job).has_gpus) == (4, True)
+    job["spec"]["slotsPerPod"] = 2
+    with pytest.raises(SpecError, match="slotsPerPod"):
+        parse(job)
+
+
+def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused():
+    with pytest.raises(SpecError, match=r"metadata\.name"):
+        parse(training_job(name="x" * 51))

@@ -81,6 +81,7 @@ class Step(ABC):
 
     is_warmup = False  # True: it does not count, see docs/training-scripts.md
     _is_watched = False  # True: see that the script sets nothing while it goes through the shards
+    _sees_buffers = False  # True: see that it sets no buffer between them and the update
 
     def __init__(
         self, framework: Framework, ranges: Sequence[ShardRange], *, samples: int, loss: str
@@ -109,7 +110,7 @@ class Step(ABC):
         self._may_go_again = False  # there was an update since
         self._before: dict[str, float] = {}  # fingerprints of the state before the first shard
         self._kept: list[Any] = []  # batches, where several optimizers go through them in turn
-        framework.step.begin()
+        self._is_begun = False
 
     @property
     @abstractmethod
@@ -164,6 +165,7 @@ class Step(ABC):
                 )
             self._at, self._may_go_again = 0, False
             self._again += 1
+        self._begin()
         if self._is_watched and not self._at:
             self._before = self._framework.state.fingerprints(of_model=True)
         while self._at < len(self._ranges):
@@ -175,6 +177,12 @@ class Step(ABC):
             yield batch
             self._close_shard()
         self._close_shard()
+
+    def _begin(self) -> None:
+        """Take the buffers as they are: a script may set one before it goes through the shards."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._framework.step.begin()
 
     def _read_once(self, read: Callable[[], Any]) -> Any:
         """Return the batch at hand: read, or as it was read when it was gone through before."""
@@ -253,6 +261,9 @@ class Step(ABC):
                 + ", and step.update(optimizer) for the one whose turn it is"
                 * (len(self._all) > 1)
             )
+        self._begin()  # a trainer without a shard may leave out the loop over them
+        if self._sees_buffers:
+            self._framework.step.check_buffers()
         loss = self._finish(of)
         self.is_updated = self._may_go_again = True
         self._weighed = {each: at for each, at in self._weighed.items() if each not in of}

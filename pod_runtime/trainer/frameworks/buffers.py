@@ -5,7 +5,7 @@ rather than write into it. The state and the merging of shards know the tensors 
 so what stands in their place is copied into them, and they are put back.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
@@ -54,3 +54,23 @@ class OwnBuffers:
                 )
             self._copy(now, own)
             buffers[key] = own
+
+
+def check_unset(named: Iterable[tuple[str, Any]], changed: Collection[int]) -> None:
+    """Check that a script has set no buffer between the shards of a step and its update.
+
+    Args:
+        named: the buffers, perhaps with other tensors.
+        changed: ids of those that are not as the step began with them.
+
+    Raises:
+        UsageError: it has set one.
+    """
+    names = [name for name, each in named if id(each) in changed]
+    if names:
+        raise UsageError(
+            f"model: its buffer {names[0]} was set between `for batch in step:` and step.update(), "
+            f"which puts there what the shards have made of it; set it before them, or after the "
+            f"update. A forward pass there changes buffers as well: make it in loop.evaluate, or "
+            f"in evaluation mode"
+        )

@@ -145,6 +145,9 @@ class FrameworkStep(Protocol):
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
 
+    def check_buffers(self) -> None:
+        """See that none was set since then: `apply` would put it back. Raises UsageError."""
+
     def backward(
         self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()
     ) -> None:

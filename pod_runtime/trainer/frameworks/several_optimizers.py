@@ -78,6 +78,9 @@ class SeveralOptimizers:
     def end_shard(self) -> None:
         self._parts[0].end_shard()
 
+    def check_buffers(self) -> None:
+        self._parts[0].check_buffers()
+
     def backward(
         self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()
     ) -> None:

@@ -165,6 +165,7 @@ class RehearsalStep(WarmupStep):
     """A step over given pieces of the first samples, which changes nothing."""
 
     is_warmup = False  # the script shall do all that it does in a step
+    _sees_buffers = True
 
     def __init__(
         self, framework: Framework, source: DataSource, models: list[Any],

@@ -207,7 +207,9 @@ class TrainingStep(Step):
             loss=steps.loss,
         )
         self.result: ExchangeResult | None = None  # None: no update was made yet
-        self._is_watched = progress.batches.shards > 1 and cursor.global_step < _FIRST_STEPS
+        is_first = cursor.global_step < _FIRST_STEPS
+        self._is_watched = progress.batches.shards > 1 and is_first
+        self._sees_buffers = is_first or cursor.step == 0
         self.best: dict[str, BestCheckpoint] = {}  # its state is the best so far, by metric
         self._steps = steps
         self._ids: list[Ids | None] = []  # of what was read, by shard; None: not known

@@ -60,6 +60,18 @@ class ShardBuffers:
             now.swap(tensors, slices, start)
             self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
 
+    def changed_since_shard(self) -> set[int]:
+        """Return the ids of the buffers that are not as `end_shard` has put them back."""
+        self.own.take_back()
+        found = set()
+        for tensors, slices, start, _now, _size in self._groups:
+            for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
+                now = tensor.detach().astype(start.dtype).flatten()
+                before = start.tensor[offset : offset + size]
+                if size and not paddle.allclose(now, before, 0.0, 0.0, equal_nan=True):
+                    found.add(id(tensor))
+        return found
+
     def changes(self, dtype: str) -> Any:
         """Return the sum of the changes of this rank's shards."""
         return self._changes[dtype]

@@ -7,6 +7,7 @@ from typing import Any
 import paddle
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.buffers import check_unset
 from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
@@ -70,6 +71,10 @@ class PaddleStep:
 
     def end_shard(self) -> None:
         self._buffers.end_shard()
+
+    def check_buffers(self) -> None:
+        changed = self._buffers.changed_since_shard()
+        check_unset(self._model.state_dict().items(), changed)
 
     def backward(
         self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()

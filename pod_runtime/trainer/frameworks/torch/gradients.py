@@ -102,6 +102,16 @@ class TorchShardBuffers:
                 torch._foreach_copy_(now, tensors)
                 torch._foreach_copy_(tensors, start)
 
+    def changed_since_shard(self) -> set[int]:
+        """Return the ids of the buffers that are not as `end_shard` has put them back."""
+        self.own.take_back()
+        return {
+            id(tensor)
+            for group in self._groups.values()
+            for tensor, view in zip(group.tensors, group.start.views, strict=True)
+            if not torch.allclose(tensor.to(view.dtype), view, 0.0, 0.0, equal_nan=True)
+        }
+
     def _count_newest(self) -> None:
         """Add what the newest shard has changed; there may be none."""
         for each in self._groups.values():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pod_runtime.trainer.frameworks.buffers import check_unset
 from pod_runtime.trainer.frameworks.torch.checks import (
     SchedulerCheck,
     TorchGradientMarks,
@@ -50,6 +51,10 @@ class TorchStep:
 
     def end_shard(self) -> None:
         self._buffers.end_shard()
+
+    def check_buffers(self) -> None:
+        changed = self._buffers.changed_since_shard()
+        check_unset(self._model.named_buffers(), changed)
 
     def backward(
         self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()

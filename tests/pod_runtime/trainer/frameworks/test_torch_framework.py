@@ -573,6 +573,20 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
         assert traits.uncarried_changes() == []
 
 
+def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():
+    training = Training("momentum")
+    norm, step = training.model[1], training.framework.step
+    norm.running_mean.fill_(float("nan"))
+    step.begin()
+    for _ in range(2):
+        step.backward(training.model(torch.ones(4, 4)).sum(), 0.5)
+        step.end_shard()
+    step.check_buffers()
+    norm.num_batches_tracked = norm.num_batches_tracked + 1
+    with pytest.raises(UsageError, match=r"its buffer 1\.num_batches_tracked was set between"):
+        step.check_buffers()
+
+
 def test_the_layout_of_a_state_follows_the_types_of_its_tensors():
     training = Training("momentum")
     state = training.framework.state

@@ -418,6 +418,78 @@ def test_other_ways_to_go_wrong_in_a_shard_are_named(body, text):
         compute()
 
 
+with_norm = pytest.mark.filterwarnings("ignore:When training, we now always track")
+
+
+class Tempered(nn.Layer):
+    """Has a buffer that the script sets, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1D(3), nn.Linear(3, 1)
+        self.register_buffer("heat", paddle.zeros([2]))
+        self.seen: list[float] = []
+
+    def forward(self, batch: Any) -> Any:
+        self.seen.append(float(self.heat[0]))
+        return self.out(self.norm(batch)) * (1 + self.heat[0])
+
+
+def tempered(**arguments: Any) -> tuple[elastic.Loop, Tempered]:
+    paddle.seed(5)
+    model = Tempered()
+    optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
+    return elastic.Loop(model, optimizer, DATA, batch_size=6, epochs=2, **arguments), model
+
+
+@with_norm
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_buffer_that_is_set_before_the_shards_holds_for_all_of_them(shards):
+    loop, model = tempered(shards=shards, drop_last=True)
+    for epoch in loop.epochs():
+        for step in epoch:
+            paddle.assign(paddle.full([2], step.number // 3 / 10), model.heat)
+            for batch in step:
+                step.backward(model(batch).mean())
+            step.update()
+            assert model.heat.tolist() == pytest.approx([step.number // 3 / 10] * 2)
+    expected = [number // 3 / 10 for number in range(6) for _ in range(shards)]
+    assert model.seen == pytest.approx(expected)
+
+
+@with_norm
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("at", [(0, 1), (1, 0)])
+def test_a_buffer_that_is_set_between_the_shards_and_the_update_is_refused(shards, at):
+    loop, model = tempered(shards=shards)
+
+    def train() -> None:
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward(model(batch).mean())
+                if (epoch.number, step.index) == at:
+                    model.heat = model.heat + 1
+                step.update()
+
+    with pytest.raises(elastic.UsageError, match=r"its buffer heat was set between .*puts there"):
+        train()
+
+
+@with_norm
+def test_a_forward_pass_between_the_shards_and_the_update_does_not_move_batch_norm_in_silence():
+    loop, model = tempered()
+    step = next(iter(next(iter(loop.epochs()))))
+    for batch in step:
+        step.backward(model(batch).mean())
+    model.eval()
+    model(batch)
+    model.train()
+    model(batch)
+    with pytest.raises(elastic.UsageError, match=r"its buffer norm\._mean was .*evaluation mode"):
+        step.update()
+
+
 @pytest.mark.parametrize(
     "words",
     [

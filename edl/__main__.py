@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "queue": (_COMMANDS, "show the jobs that share the cluster"),
     "explain": (_COMMANDS, "say why a job waits or has so many pods"),
     "top": (_COMMANDS, "show what runs on the cluster, again and again"),
+    "search": ("search.__main__", "search for the best parameters of a training"),
     "tasks": (_COMMANDS, "show how far the task queues of data are"),
     "page": (_COMMANDS, "print a link that opens the status page in a browser"),
     "events": (_COMMANDS, "show what happened to a job"),

@@ -5,7 +5,9 @@ from collections import defaultdict
 
 from tests.support import ROOT
 
-PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "k8s_controller", "edl")
+PRODUCT = (
+    "job_server", "job_client", "pod_runtime", "distill_reader", "k8s_controller", "search", "edl",
+)  # fmt: skip
 
 # Names that several classes still share. Take out what you make unique; add none.
 SHARED = {

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from job_server.api.api_client import ApiClient, server_url
 from job_server.api.codec import Message, WireError, from_json, to_json
-from job_server.api.command_line import token_in
+from job_server.api.command_line import read_token, token_in
+from job_server.api.errors import ConfigError, NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,41 @@ def find_server(url: str, environ: Mapping[str, str]) -> LocalServer | None:
     """Return the server at this URL if it is in the list."""
     servers = local_servers(environ)
     return next((each for each in servers if _address(each.url) == _address(url)), None)
+
+
+def find_servers(named: str | None, environ: Mapping[str, str]) -> list[LocalServer]:
+    """Return the server that is named, by --server or PADDLE_JOBSERVER, else all of this user.
+
+    Raises:
+        ConfigError: what is named is no server.
+        NotFound: there is none.
+    """
+    named = named or environ.get("PADDLE_JOBSERVER")
+    if named:
+        try:
+            url = server_url(named)
+        except ValueError as error:
+            raise ConfigError(f"--server: {error}") from None
+        return [find_server(url, environ) or LocalServer(url=url)]
+    servers = local_servers(environ)
+    if not servers:
+        raise NotFound(
+            "no job server of yours runs on this machine; `edl run` and "
+            "scripts/start_job_server.sh start one, --server URL or PADDLE_JOBSERVER names another"
+        )
+    return servers
+
+
+def connect(server: LocalServer, token_file: str | None, environ: Mapping[str, str]) -> ApiClient:
+    """Return a client with the token of --token_file, else the server's own, else as read_token.
+
+    Raises:
+        ConfigError: as `read_token`.
+    """
+    token = None if token_file else server.token()
+    if token is None:
+        token = read_token(token_file, environ, private=True)
+    return ApiClient(server.url, token)
 
 
 def _read(path: Path) -> LocalServer | None:

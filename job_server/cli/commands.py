@@ -6,14 +6,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from job_server.api import wire
-from job_server.api.api_client import ApiClient, server_url
-from job_server.api.command_line import OptionParser, read_token
+from job_server.api.api_client import ApiClient
+from job_server.api.command_line import OptionParser
 from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
-from job_server.api.local_servers import LocalServer, find_server, local_servers
+from job_server.api.local_servers import LocalServer, connect, find_servers
 from job_server.api.text import (
     account_parts,
     duration,
@@ -55,10 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.verb == "simulate":
             _simulate(args)
             return 0
-        servers = _find_servers(args, os.environ)
+        servers = find_servers(args.server, os.environ)
         if len(servers) > 1:
             return _show_servers(servers, args)
-        with _client(servers[0], args, os.environ) as api:
+        with connect(servers[0], args.token_file, os.environ) as api:
             handler: Handler = args.handler
             handler(api, args)
     except (ConfigError, wire.WireError) as error:
@@ -81,36 +81,6 @@ def _fail(text: str, code: int) -> int:
 
 
 # --- which server -------------------------------------------------------------------------------
-
-
-def _find_servers(args: argparse.Namespace, environ: Mapping[str, str]) -> list[LocalServer]:
-    """Return the server that is named, else those of this user on this machine.
-
-    Raises:
-        ConfigError: what is named is no server.
-        NotFound: there is none.
-    """
-    named = args.server or environ.get("PADDLE_JOBSERVER")
-    if named:
-        try:
-            url = server_url(named)
-        except ValueError as error:
-            raise ConfigError(f"--server: {error}") from None
-        return [find_server(url, environ) or LocalServer(url=url)]
-    servers = local_servers(environ)
-    if not servers:
-        raise NotFound(
-            "no job server of yours runs on this machine; `edl run` and "
-            "scripts/start_job_server.sh start one, --server URL or PADDLE_JOBSERVER names another"
-        )
-    return servers
-
-
-def _client(server: LocalServer, args: argparse.Namespace, environ: Mapping[str, str]) -> ApiClient:
-    token = None if args.token_file else server.token()
-    if token is None:
-        token = read_token(args.token_file, environ, private=True)
-    return ApiClient(server.url, token)
 
 
 def _show_servers(servers: Sequence[LocalServer], args: argparse.Namespace) -> int:

@@ -454,7 +454,7 @@ def test_who_pauses_or_ends_a_job_sees_how_far_that_is_and_where_its_state_is(
     made = trains(world())
     if full:
         made.full = {"path", "a", "b"}
-    monkeypatch.setattr(commands, "_client", lambda *_: contextlib.nullcontext(SimulatedApi(made)))
+    monkeypatch.setattr(commands, "connect", lambda *_: contextlib.nullcontext(SimulatedApi(made)))
     assert main([*command, "--server", "http://127.0.0.1:1"]) == code
     out, err = capsys.readouterr()
     for text in says:

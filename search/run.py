@@ -1,0 +1,200 @@
+"""Run a study: make the storage and the job server agree, pass by pass, until all trials are over.
+
+Nothing that counts is kept between two passes. So a pass after a kill, of this process or of the
+server, is like any other.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from job_server.api.errors import Conflict, NotFound, Rejected, Retryable
+from job_server.api.wire import JobSpec, JobStatus, Sharing
+from search.decide import (
+    Ask,
+    Finish,
+    Release,
+    Report,
+    Stop,
+    Submit,
+    Trial,
+    TrialState,
+    is_over,
+    next_actions,
+    promising,
+    share_out,
+)
+from search.store import StudyStore
+from search.study_file import StudySpec
+from search.text import values_text
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two passes
+_SETTLE_S = 30.0  # for which a trial whose pods have changed gives none to better ones
+_AWAY_S = 10.0  # how often it is said that the server is away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What there is to show after a pass."""
+
+    trials: Sequence[Trial]
+    jobs: Mapping[int, JobStatus]
+
+
+class JobApi(Protocol):
+    """What a search asks of a job server, as of ApiClient."""
+
+    def status(self, job_id: str) -> JobStatus: ...
+
+    def submit(self, spec: JobSpec) -> JobStatus: ...
+
+    def stop(self, job_id: str, *, discard: bool = False) -> JobStatus: ...
+
+    def resize(self, job_id: str, pods: int) -> JobStatus: ...
+
+    def sharing(self) -> Sharing: ...
+
+
+class Search:
+    """A study that is run on a job server."""
+
+    def __init__(
+        self, spec: StudySpec, store: StudyStore, api: JobApi, *, look_s: float = LOOK_S
+    ) -> None:
+        """`look_s`: between two passes."""
+        self._spec, self._store, self._api, self._look_s = spec, store, api, look_s
+        self._resized_at: dict[int, float] = {}  # trial -> when; a change of pods has its cost
+
+    def run(self, show: Callable[[Progress], None], say: Callable[[str], None]) -> None:
+        """Run the study to its end.
+
+        Args:
+            show: called after each pass.
+            say: called with a line when something happens.
+
+        Raises:
+            Rejected: the server refuses a trial's job; the text says why.
+        """
+        silent_until = 0.0
+        while True:
+            try:
+                progress = self.step(say)
+            except Retryable as error:  # nothing is known meanwhile, so nothing is decided
+                if time.monotonic() >= silent_until:
+                    say(f"the job server does not answer; waiting: {error}")
+                    silent_until = time.monotonic() + _AWAY_S
+            else:
+                silent_until = 0.0
+                show(progress)
+                if is_over(self._spec, progress.trials):
+                    return
+            time.sleep(self._look_s)
+
+    def step(self, say: Callable[[str], None]) -> Progress:
+        """Make one pass; raises as `run`, and Retryable: the server is away."""
+        trials = self._store.trials()
+        jobs = self._jobs(trials)
+        for action in next_actions(self._spec, trials, jobs):
+            match action:
+                case Ask():
+                    self._submit(self._store.ask(), say)
+                case Submit(number=number):
+                    self._submit(number, say)
+                case Report():
+                    self._report(action, say)
+                case Finish(number=number, state=state, value=value, why=why):
+                    self._store.finish(number, state, value, why)
+                    ended = f"{state.value}: {value:g}" if value is not None else why
+                    say(f"trial {number}: {ended}")
+                case Stop(number=number):
+                    self._stop(number)
+                case Release(number=number):
+                    self._store.note_released(number)
+        trials = self._store.trials()
+        if self._spec.weigh and self._spec.max_pods > self._spec.min_pods:
+            self._share_out(trials)
+        return Progress(trials=trials, jobs=jobs)
+
+    def _jobs(self, trials: Sequence[Trial]) -> dict[int, JobStatus]:
+        found = {}
+        for trial in trials:
+            if not trial.released:
+                job = self._find(trial.number)
+                if job is not None:
+                    found[trial.number] = job
+        return found
+
+    def _find(self, number: int) -> JobStatus | None:
+        try:
+            return self._api.status(self._store.job_id(number))
+        except NotFound:
+            return None
+
+    def _submit(self, number: int, say: Callable[[str], None]) -> None:
+        """Submit a trial's job; one that is there already is its own, by its name."""
+        trial = self._store.complete(number)
+        job_id = self._store.job_id(number)
+        try:
+            self._api.submit(self._spec.job(job_id, trial.values))
+        except Conflict:
+            if self._find(number) is None:  # it was refused for another reason
+                raise
+        self._store.note_submitted(number)
+        say(f"trial {number}: submitted as {job_id}: {values_text(trial.values)}")
+
+    def _report(self, report: Report, say: Callable[[str], None]) -> None:
+        pruned = self._store.report(report.number, report.epochs, report.value)
+        if pruned and report.may_prune:
+            # First in the storage: a kill between the two leaves a job that the next pass stops.
+            self._store.finish(report.number, TrialState.PRUNED)
+            say(
+                f"trial {report.number}: pruned after {report.epochs} of {self._spec.epochs} "
+                f"epochs, {self._spec.metric} {report.value:g}"
+            )
+            self._stop(report.number)
+
+    def _stop(self, number: int) -> None:
+        """Free the trial's trainers at once: nobody needs the state of one that is over."""
+        try:
+            self._api.stop(self._store.job_id(number), discard=True)
+        except NotFound:
+            self._store.note_released(number)
+        except Conflict as error:  # it has ended, or cannot be stopped now: the next pass looks
+            logger.info("trial %d: not stopped: %s", number, error)
+
+    def _share_out(self, trials: Sequence[Trial]) -> None:
+        running = [t.number for t in trials if t.state is TrialState.RUNNING and t.submitted]
+        numbers = {self._store.job_id(number): number for number in running}
+        sharing = self._api.sharing()
+        better = promising(trials, maximize=self._spec.maximize)
+        wanted = share_out(
+            running, better, pods_for(sharing, set(numbers)),
+            self._spec.min_pods, self._spec.max_pods,
+        )  # fmt: skip
+        # Those that give come first, so that what they give is free for the others.
+        known = {numbers[job.job_id]: job.max_pods for job in sharing.jobs if job.job_id in numbers}
+        now = time.monotonic()
+        for number in sorted(known, key=lambda each: wanted[each] - known[each]):
+            settled = now - self._resized_at.get(number, float("-inf")) >= _SETTLE_S
+            if wanted[number] > known[number] or (wanted[number] < known[number] and settled):
+                try:
+                    self._api.resize(self._store.job_id(number), wanted[number])
+                except Rejected as error:  # it has just ended
+                    logger.info("trial %d: not resized: %s", number, error)
+                self._resized_at[number] = now
+
+
+def pods_for(sharing: Sharing, job_ids: set[str]) -> int:
+    """Return how many pods of one slot these jobs can have together, as others hold the rest."""
+    slots = 0
+    for node in sharing.nodes:
+        if node.alive:
+            free = node.slots - node.used_others
+            slots += free if node.limit is None else min(free, node.limit)
+    return slots - sum(
+        job.pods * job.slots_per_pod for job in sharing.jobs if job.job_id not in job_ids
+    )

@@ -1,0 +1,212 @@
+"""Keep a study in its folder, by Optuna: an SQLite file with all trials, which outlives any kill.
+
+Each change of a trial is one transaction of SQLite's. One `edl search` at a time has the folder:
+it holds a lock, which ends with its process.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import optuna
+from optuna.trial import TrialState as OptunaState
+
+from job_server.api.errors import ConfigError
+from search.decide import Trial, TrialState
+from search.study_file import (
+    Choice,
+    FloatRange,
+    IntRange,
+    Parameter,
+    PrunerSpec,
+    SamplerSpec,
+    StudySpec,
+)
+
+_STATES = {
+    OptunaState.RUNNING: TrialState.RUNNING,
+    OptunaState.WAITING: TrialState.RUNNING,
+    OptunaState.COMPLETE: TrialState.COMPLETE,
+    OptunaState.PRUNED: TrialState.PRUNED,
+    OptunaState.FAIL: TrialState.FAILED,
+}
+_TO_OPTUNA: Mapping[TrialState, OptunaState] = {
+    TrialState.COMPLETE: OptunaState.COMPLETE,
+    TrialState.PRUNED: OptunaState.PRUNED,
+    TrialState.FAILED: OptunaState.FAIL,
+}
+_ID, _FIXED = "edl_id", "edl_fixed"  # attributes of the study
+_SUBMITTED, _RELEASED, _WHY = "edl_submitted", "edl_released", "edl_why"  # ... of a trial
+
+
+class StudyStore:
+    """The trials of a study; changes are on disk when a method returns."""
+
+    def __init__(self, folder: Path, spec: StudySpec) -> None:
+        """Open the study of a folder, or make it.
+
+        Raises:
+            ConfigError: another process has it, what is there is of another study, or the folder
+                cannot be written.
+        """
+        self._spec = spec
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"{folder}: the study cannot be kept there: {error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            with self._lock as lock:
+                text = f"another `edl search` runs this study (pid {lock.read(20)})"
+            raise ConfigError(f"{folder}: {text}") from None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.sqlite'}")
+        self._study = optuna.create_study(
+            storage=self._storage,
+            study_name=spec.name,
+            direction="maximize" if spec.maximize else "minimize",
+            pruner=_pruner(spec.pruner, spec.epochs),
+            load_if_exists=True,
+        )
+        known = self._study.user_attrs
+        if known.setdefault(_FIXED, spec.fixed_part()) != spec.fixed_part():
+            self.close()
+            raise ConfigError(
+                f"{folder}: the study was begun with another folder, parameters, metric, direction "
+                "or epochs, and trials of both would not compare; put them back, or give the study "
+                "another name"
+            )
+        self._study.set_user_attr(_FIXED, known[_FIXED])
+        if _ID not in known:
+            self._study.set_user_attr(_ID, secrets.token_hex(3))
+        self._id = str(self._study.user_attrs[_ID])
+
+    def close(self) -> None:
+        self._storage.engine.dispose()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def job_id(self, number: int) -> str:
+        """Return the name of a trial's job, which no other study uses: neither its checkpoints."""
+        return f"{self._spec.name}-{self._id}-{number}"
+
+    def trials(self) -> list[Trial]:
+        known = self._study.user_attrs
+        return [_trial(each, known) for each in self._study.get_trials(deepcopy=False)]
+
+    def trial(self, number: int) -> Trial:
+        return self.trials()[number]
+
+    def ask(self) -> int:
+        """Draw the parameters of another trial; return its number."""
+        # A sampler of its own for each trial: after a restart it goes on, and does not begin anew.
+        number = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = _sampler(self._spec.sampler, (self._spec.seed << 20) + number)
+        trial = self._study.ask()
+        self._draw(trial)
+        return trial.number
+
+    def complete(self, number: int) -> Trial:
+        """Return a trial; draw what a kill has kept it from drawing."""
+        known = self.trial(number)
+        if known.values.keys() != self._spec.parameters.keys():
+            seed = (self._spec.seed << 20) + number
+            self._study.sampler = _sampler(self._spec.sampler, seed)
+            self._draw(self._open(number))
+        return self.trial(number)
+
+    def _draw(self, trial: optuna.Trial) -> None:
+        for name, parameter in self._spec.parameters.items():
+            _suggest(trial, name, parameter)
+
+    def report(self, number: int, epochs: int, value: float) -> bool:
+        """Enter a value, the first one at a step; return whether the pruner ends the trial."""
+        trial = self._open(number)
+        if epochs not in self.trial(number).reports:
+            trial.report(value, epochs)
+        return bool(trial.should_prune())
+
+    def finish(
+        self, number: int, state: TrialState, value: float | None = None, why: str = ""
+    ) -> None:
+        """Enter how a trial ended. The first end of a trial counts."""
+        if why:
+            self._open(number).set_user_attr(_WHY, why[:1000])
+        self._study.tell(number, value, state=_TO_OPTUNA[state], skip_if_finished=True)
+
+    def note_submitted(self, number: int) -> None:
+        self._open(number).set_user_attr(_SUBMITTED, True)
+
+    def note_released(self, number: int) -> None:
+        # Of the study, as Optuna changes no trial that has ended.
+        self._study.set_user_attr(f"{_RELEASED}_{number}", True)
+
+    def _open(self, number: int) -> optuna.Trial:
+        return optuna.trial.Trial(self._study, self._trial_id(number))
+
+    def _trial_id(self, number: int) -> int:
+        study_id = self._storage.get_study_id_from_name(self._spec.name)
+        return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+
+
+def _trial(found: optuna.trial.FrozenTrial, of_study: Mapping[str, object]) -> Trial:
+    state = _STATES[found.state]
+    return Trial(
+        number=found.number,
+        state=state,
+        values=found.params,
+        reports=found.intermediate_values,
+        value=found.value if state is TrialState.COMPLETE else None,
+        why=str(found.user_attrs.get(_WHY, "")),
+        submitted=_SUBMITTED in found.user_attrs,
+        released=f"{_RELEASED}_{found.number}" in of_study,
+    )
+
+
+def _suggest(trial: optuna.Trial, name: str, parameter: Parameter) -> None:
+    """Draw a value; one that was drawn already stays."""
+    match parameter:
+        case FloatRange(low=low, high=high, log=log, step=step):
+            trial.suggest_float(name, low, high, log=log, step=step)
+        case IntRange(low=whole_low, high=whole_high, log=log, step=whole_step):
+            trial.suggest_int(name, whole_low, whole_high, log=log, step=whole_step)
+        case Choice(choices=choices):
+            trial.suggest_categorical(name, choices)
+
+
+def _sampler(spec: SamplerSpec, seed: int) -> optuna.samplers.BaseSampler:
+    if spec.kind == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(n_startup_trials=spec.startup_trials, seed=seed)
+
+
+def _pruner(spec: PrunerSpec, epochs: int) -> optuna.pruners.BasePruner:
+    match spec.kind:
+        case "median":
+            return optuna.pruners.MedianPruner(
+                n_startup_trials=spec.startup_trials, n_warmup_steps=spec.min_epochs
+            )
+        case "halving":
+            return optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=spec.min_epochs, reduction_factor=spec.reduction
+            )
+        case "hyperband":
+            return optuna.pruners.HyperbandPruner(
+                min_resource=spec.min_epochs, max_resource=epochs, reduction_factor=spec.reduction
+            )
+        case _:
+            return optuna.pruners.NopPruner()

@@ -118,7 +118,8 @@ class StudyStore:
         self._study.sampler = _sampler(self._spec.sampler, (self._spec.seed << 20) + number)
         trial = self._study.ask()
         self._draw(trial)
-        return trial.number
+        drawn: int = trial.number
+        return drawn
 
     def complete(self, number: int) -> Trial:
         """Return a trial; draw what a kill has kept it from drawing."""
@@ -160,7 +161,8 @@ class StudyStore:
 
     def _trial_id(self, number: int) -> int:
         study_id = self._storage.get_study_id_from_name(self._spec.name)
-        return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        found: int = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        return found
 
 
 def _trial(found: optuna.trial.FrozenTrial, of_study: Mapping[str, object]) -> Trial:

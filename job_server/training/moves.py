@@ -469,6 +469,7 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
         confirmed: no trainer of it runs; otherwise it could only not be reached.
         holds: its shim is there, and holds a state or may do so.
     """
+    began = pod_id in work.job.progress.heard
     let_go(work, pod_id, holds=holds)
     leave_out_missing(work)
     job = work.job
@@ -489,6 +490,21 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
         fail_active(work, cause)  # may name the culprit
     if work.job.preparing is not None and preparing is not None and preparing.stage in concerned:
         fail_preparing(work, cause)
+        if preparing.counts and not began and cause.kind is not CauseKind.PLANNED:
+            _try_again_later(work, preparing)
+
+
+def _try_again_later(work: Work, stage: JobStage) -> None:
+    """Keep a number of pods that was asked for and dropped, as one of the new ones did not start.
+
+    What was short for its node (processes, descriptors, a file server) may be there again.
+    """
+    job, active = work.job, work.job.active
+    if job.preparing is None and active is not None and stage.target > len(active.members):
+        work.set(target=stage.target)
+        _delay_growth(work)
+        wait_s = work.job.growth.retry_at - work.now
+        work.note(f"growing to {stage.target} pods is tried again in {wait_s:.0f} s")
 
 
 def without_missing(job: Job, stage: JobStage) -> JobStage | None:

@@ -252,16 +252,29 @@ def test_a_change_that_is_not_ready_in_time_is_abandoned_and_nothing_is_lost():
     assert made.job.budget.failures == 0
 
 
-def test_a_new_pod_whose_package_script_fails_costs_only_the_change():
+def test_a_new_pod_whose_package_script_fails_costs_only_the_change_which_is_tried_again():
     made = trains(world())
-    made.script_fails = 1
+    made.script_fails = 2
     made.resize(3)
     made.rounds(6)
     assert made.job.state is RUNNING
     assert "the package script failed" in records(made)[-1].outcome
+    assert "growing to 3 pods is tried again in 30 s" in made.reasons[-1]
+    made.rounds(220)
+    assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_0_2")
+    assert [each.reason for each in records(made)[1:]] == ["resize to 3", *2 * ["growing back to 3"]]
+    assert made.job.budget.failures == 0
+
+
+def test_a_change_whose_new_pod_did_not_start_is_given_up_by_a_resize_to_what_there_is():
+    made = trains(world())
+    made.script_fails = 1
     made.resize(3)
-    made.rounds(20)
-    assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_0_1")
+    made.rounds(6)
+    made.resize(2)
+    made.rounds(100)
+    assert ids(made) == ("pod_0_0", "pod_1_0")
+    assert len(records(made)) == 2
 
 
 def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():

@@ -67,6 +67,7 @@ class PodSupervisor:
         self._shim: ShimProcess | None = None  # None: not started yet, or never
         self._exit: PodExit | None = None  # None: not ended
         self._cancel = threading.Event()  # set by a stop: start nothing any more
+        self._begun = False  # a process of the pod may be there
         self._ended = threading.Event()
         self._stop_grace_s: float | None = None  # None: not being stopped
         self._stop_reason = ""
@@ -150,6 +151,7 @@ class PodSupervisor:
         shim, ended = pod_folder.read_shim(self.folder), pod_folder.read_exit(self.folder)
         if shim is None and ended is None:
             return False
+        self._begun = True
         self._last_save = pod_folder.read_saved(self.folder)
         self._untold = self._last_save is not None
         if shim is not None and shim.is_alive():
@@ -181,8 +183,10 @@ class PodSupervisor:
             self._stop_grace_s, self._stop_reason = grace_s, reason
             self._phase = PodPhase.STOPPING
             self._cancel.set()
-            shim = self._shim
+            shim, begun = self._shim, self._begun
         logger.info("pod %s: stop, grace %g s: %s", self.spec.pod_id, grace_s, reason)
+        if not begun:
+            self._finish(_NEVER_BEGUN)
         if shim is not None:
             self._spawn(lambda: self._end({"op": "stop", "grace_s": grace_s}, grace_s))
         self._context.changed()
@@ -195,8 +199,10 @@ class PodSupervisor:
             self._killed, self._stop_grace_s, self._stop_reason = True, 0.0, reason
             self._phase = PodPhase.STOPPING
             self._cancel.set()
-            shim = self._shim
+            shim, begun = self._shim, self._begun
         logger.info("pod %s: kill: %s", self.spec.pod_id, reason)
+        if not begun:
+            self._finish(_NEVER_BEGUN)
         if shim is not None:
             self._spawn(lambda: self._end({"op": "kill"}, 0.0))
         self._context.changed()
@@ -330,7 +336,11 @@ class PodSupervisor:
         recipe = folders.recipe_for(self._context.config, spec)
         environment = self._environment()
         log = self.folder / "log"
+        if recipe.package_sh is not None and not self._begins():
+            return
         folders.make_folder(recipe, spec.pod_id, environment, log, self._cancel)
+        if not self._begins():
+            return
         if self._cancel.is_set():
             raise PodStartError("stopped before it was started")
         command = ["bash", str(recipe.script), *recipe.args]
@@ -350,6 +360,16 @@ class PodSupervisor:
             self._spawn(lambda: self._end({"op": "stop", "grace_s": stop_grace_s}, stop_grace_s))
         self._context.changed()
         self._follow(shim)
+
+    def _begins(self) -> bool:
+        """Enter that processes of the pod may be there from now on; False: it was stopped before.
+
+        Until then its end is told as soon as it is stopped: a folder on a file server that is away
+        may never answer, and its slots are for others. Its folder may be a later pod's by then.
+        """
+        with self._lock:
+            self._begun |= not self._cancel.is_set()
+            return self._begun
 
     def _environment(self) -> dict[str, str]:
         spec, context = self.spec, self._context
@@ -459,6 +479,11 @@ class PodSupervisor:
         with self._lock:
             self._phase = phase
         self._context.changed()
+
+
+_NEVER_BEGUN = PodExit(
+    code=None, signal=None, reason="stopped before it was started", last_lines=()
+)
 
 
 def _failed_start(error: PodStartError, folder: Path) -> PodExit:

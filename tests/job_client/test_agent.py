@@ -455,6 +455,38 @@ def test_a_node_whose_jobs_folder_hangs_goes_on_reporting_with_the_jobs_that_it_
     wait_until(lambda: server.nodes[-1].folders == ("a", "b"))
 
 
+def test_a_pod_whose_folder_hangs_gives_its_slots_back_when_it_is_stopped_and_never_starts(
+    start_client, server, tmp_path, monkeypatch
+):
+    (tmp_path / "jobs" / "a").mkdir(parents=True)
+    (tmp_path / "jobs" / "a" / "train.sh").write_text(f"echo >> {tmp_path}/starts; sleep 600\n")
+    answers, asked = threading.Event(), threading.Event()
+    read = folders.recipe_for
+
+    def recipe_for(config, wanted):  # hangs as a file server that is away does
+        asked.set()
+        if wanted.pod_id == "pod_0_0":
+            answers.wait()
+        return read(config, wanted)
+
+    monkeypatch.setattr(folders, "recipe_for", recipe_for)
+    start_client(jobs_dir=tmp_path / "jobs", script=None, job_id=None)
+    server.want(pod(folder="a"))
+    assert asked.wait(60)
+    try:
+        state = server.want_until(PodPhase.EXITED, pod(folder="a", want=DesiredState.HOLD))
+        assert (state.exit_code, state.signal) == (None, None)
+        assert state.reason.startswith("stopped before it was started")
+        server.want()
+        wait_until(lambda: server.state("pod_0_0") is None)
+        server.want_until(PodPhase.RUNNING, pod("pod_1_0", folder="a"))
+    finally:
+        answers.set()
+    wait_until(lambda: (tmp_path / "starts").exists())
+    wait_until(lambda: "pod pod_0_0" not in {each.name for each in threading.enumerate()})
+    assert (tmp_path / "starts").read_text() == "\n"
+
+
 def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):
     start_client()
     assert server.want_until(PodPhase.EXITED, pod(slots=(7,))).reason == "slot 7 is not one of 4"

@@ -262,7 +262,8 @@ def test_a_new_pod_whose_package_script_fails_costs_only_the_change_which_is_tri
     assert "growing to 3 pods is tried again in 30 s" in made.reasons[-1]
     made.rounds(220)
     assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_0_2")
-    assert [each.reason for each in records(made)[1:]] == ["resize to 3", *2 * ["growing back to 3"]]
+    again = "growing back to 3"
+    assert [each.reason for each in records(made)[1:]] == ["resize to 3", again, again]
     assert made.job.budget.failures == 0
 
 

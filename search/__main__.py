@@ -4,12 +4,12 @@ A second start goes on where the first one was, whatever has ended it. Ctrl-C le
 run to the job server.
 """
 
-import importlib.util
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from job_server.api.command_line import OptionParser
@@ -51,7 +51,7 @@ def _run(
     path: Path, folder: Path | None, named: str | None, token_file: str | None, *, lines: bool
 ) -> int:
     spec = read_study(path)
-    if importlib.util.find_spec("optuna") is None:
+    if find_spec("optuna") is None:
         raise ConfigError(
             "a search needs Optuna, which is not installed: pip install 'edl[search]'"
         )

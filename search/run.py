@@ -138,11 +138,20 @@ class Search:
         """Submit a trial's job; one that is there already is its own, by its name."""
         trial = self._store.complete(number)
         job_id = self._store.job_id(number)
+        wanted = self._spec.job(job_id, trial.values)
         try:
-            self._api.submit(self._spec.job(job_id, trial.values))
-        except Conflict:
-            if self._find(number) is None:  # it was refused for another reason
+            job = self._api.submit(wanted)
+        except Conflict:  # such as one that was submitted with another max
+            found = self._find(number)
+            if found is None:
                 raise
+            job = found
+        if job.spec.args != wanted.args:
+            self._stop(number)
+            raise Rejected(
+                f"{job_id}: the job server has given it no arguments: it is of a version before; "
+                "start it again with this one"
+            )
         self._store.note_submitted(number)
         say(f"trial {number}: submitted as {job_id}: {values_text(trial.values)}")
 

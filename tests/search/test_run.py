@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from job_server.api.errors import ConfigError, Conflict, NotFound, ServerAway
+from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
 from search.decide import TrialState
 from search.run import Search
@@ -225,6 +225,17 @@ def test_a_job_that_somebody_deletes_is_a_failed_trial_and_is_not_started_again(
         assert store.trials()[0].why == "its job was deleted from the server"
     start(tmp_path, jobs)
     assert len(set(jobs.made)) == len(jobs.made) == 4
+
+
+def test_a_job_server_that_knows_no_arguments_is_refused_and_trains_nothing(tmp_path):
+    class OldJobs(Jobs):
+        def submit(self, spec: JobSpec) -> JobStatus:
+            return super().submit(replace(spec, args=()))
+
+    jobs = OldJobs(epochs=3)
+    with pytest.raises(Rejected, match="no arguments: it is of a version before; start it again"):
+        start(tmp_path, jobs)
+    assert [each.state for each in jobs.known.values()] == [JobState.STOPPED]
 
 
 def test_a_study_whose_first_trials_all_fail_ends(tmp_path):

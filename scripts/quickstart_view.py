@@ -188,6 +188,9 @@ def account_line(account: Account) -> str:
         "waiting": account.waiting_s,
         "paused": account.paused_s,
         "hung": account.hung_s,
+        "waiting for data": account.reading_s,
+        "saving": account.saving_s,
+        "straggling": account.straggling_s,
     }
     shown = sorted(
         ((name, value) for name, value in parts.items() if value >= 0.05), key=lambda part: -part[1]

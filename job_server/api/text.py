@@ -87,6 +87,9 @@ def account_parts(status: JobStatus) -> dict[str, float]:
         "waiting": account.waiting_s,
         "paused": account.paused_s,
         "hung": account.hung_s,
+        "waiting for data": account.reading_s,
+        "saving": account.saving_s,
+        "straggling": account.straggling_s,
     }
 
 

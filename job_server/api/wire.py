@@ -442,6 +442,24 @@ class TrainerError(Message, frozen=True, kw_only=True):
         return ": ".join(part for part in parts if part) + (f"; {self.hint}" if self.hint else "")
 
 
+class RankPace(Message, frozen=True, kw_only=True):
+    """Where a rank's time went in some steps; what is left was evaluations and the like."""
+
+    rank: Int
+    steps: Int
+    samples: Int  # that it has computed itself
+    window_s: float
+    computing_s: float  # steps, and what the script has around them
+    reading_s: float  # waiting for data
+    exchanging_s: float  # waiting for the other ranks, and summing with them
+    saving_s: float  # snapshots, and waiting for checkpoints
+
+    def __post_init__(self) -> None:
+        check_range("paces.rank", self.rank, 0, 1_000_000)
+        for field in ("window_s", "computing_s", "reading_s", "exchanging_s", "saving_s"):
+            check_range(f"paces.{field}", getattr(self, field), 0, MAX_RUN_TIME_S)
+
+
 class PodReport(Message, frozen=True, kw_only=True):
     """A launcher's report. Idempotent, keyed by (pod, stage, kind)."""
 
@@ -472,6 +490,7 @@ class PodReport(Message, frozen=True, kw_only=True):
     promise: str = ""  # what the training promises, for people; "": not known
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
     hung_s: float = 0.0  # HUNG; FAILED: it was killed, as it had given no sign of life for so long
+    paces: tuple[RankPace, ...] = ()  # PROGRESS: of its trainers; each is sent once
 
     def __post_init__(self) -> None:
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
@@ -840,6 +859,9 @@ class Account(Message, frozen=True, kw_only=True):
     waiting_s: float = 0.0  # for nodes, pods, a first start, an operator, the server
     paused_s: float = 0.0
     hung_s: float = 0.0  # no step was made, and a trainer gave no sign of life
+    reading_s: float = 0.0  # the slowest rank waited for data
+    saving_s: float = 0.0  # ... or took a snapshot, or waited for a checkpoint
+    straggling_s: float = 0.0  # ... or computed for longer than the median rank
 
     @property
     def total_s(self) -> float:
@@ -851,6 +873,9 @@ class Account(Message, frozen=True, kw_only=True):
             + self.waiting_s
             + self.paused_s
             + self.hung_s
+            + self.reading_s
+            + self.saving_s
+            + self.straggling_s
         )
 
 

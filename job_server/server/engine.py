@@ -354,7 +354,7 @@ class Engine:
         noted = bool(held) and self.store.note_held(
             entry.spec.job_id, {pod_id: wire.encode(ref) for pod_id, ref in held.items()}
         )
-        if noted or job_types.same_but_progress(entry.job, job):
+        if noted or (not reason and job_types.same_but_progress(entry.job, job)):
             # Progress brings no deadline forward, but where a client begins to omit a pod.
             omitted = job.progress.missing != entry.job.progress.missing
             entry.job = job

@@ -52,10 +52,13 @@ def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
 
 def live_hangs(job: Job) -> tuple[Hang, ...]:
     """Return the hangs of the stage that trains."""
+    return tuple(hang for hang in job.progress.hangs if is_live(job, hang))
+
+
+def is_live(job: Job, hang: Hang) -> bool:
+    """Return whether it is about the stage that trains."""
     stage = job.active
-    if stage is None or stage.over is not None or not job.progress.hangs:
-        return ()
-    return tuple(hang for hang in job.progress.hangs if hang.stage == stage.stage)
+    return stage is not None and stage.over is None and stage.stage == hang.stage
 
 
 def note_hang(work: Work, hang: Hang, hung_s: float) -> None:
@@ -64,18 +67,24 @@ def note_hang(work: Work, hang: Hang, hung_s: float) -> None:
     if hang in job.progress.hangs:  # its launcher has attached again
         return
     if not live_hangs(job):
-        account = job.progress.account
-        moved = min(hung_s, account.training_s)
-        work.progress(
-            account=replace(
-                account, training_s=account.training_s - moved, hung_s=account.hung_s + moved
-            )
-        )
+        split_off(work, hung_s=hung_s)
     others = tuple(
         each for each in job.progress.hangs if each.stage == hang.stage and each.rank != hang.rank
     )
     work.progress(hangs=(*others, hang))
     work.note(hang.text)
+
+
+def split_off(work: Work, **parts: float) -> None:
+    """Count so many seconds, which were counted as training until now, as these parts."""
+    account = work.job.progress.account
+    for name, seconds in parts.items():
+        moved = min(max(0.0, seconds), account.training_s)
+        account = replace(
+            account,
+            **{"training_s": account.training_s - moved, name: getattr(account, name) + moved},
+        )
+    work.progress(account=account)
 
 
 def end_hang(work: Work, stage: int, rank: int | None) -> bool:

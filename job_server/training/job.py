@@ -20,6 +20,7 @@ from job_server.api.wire import (
     PlanPod,
     PodPhase,
     PodStagePhase,
+    RankPace,
     RestoreFrom,
     Save,
     Saved,
@@ -233,7 +234,7 @@ class ManualChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """A trainer that has given no sign of life for too long."""
+    """A trainer that has given no sign of life for too long, or is too slow."""
 
     stage: int
     rank: int
@@ -263,6 +264,9 @@ class JobProgress:
     saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
     saving_at: float = 0.0  # when that last changed
     hangs: tuple[Hang, ...] = ()  # those of stages that are over do not count
+    paces: Mapping[int, RankPace] = field(default_factory=dict)  # rank -> newest, of `paced_stage`
+    paced_stage: int = 0
+    stragglers: tuple[Hang, ...] = ()  # ranks that make the others wait
     queue_reason: str = ""  # of a shared job: why it waits, or runs with so many pods
 
     def without_pod(self, pod_id: str) -> "JobProgress":

@@ -52,6 +52,7 @@ from job_server.training.moves import (
     record_snapshot,
     renumber,
 )
+from job_server.training.pace import note_paces
 from job_server.training.pod_exits import launcher_exited
 from job_server.training.work import Work
 
@@ -257,6 +258,8 @@ def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport
         work.move(stage, pod_id, PodStagePhase.TRAINING)
     _advance_step(work, pod_id, report)
     _apply_first_step(work, stage, report)
+    if report.paces:
+        note_paces(work, stage, report.paces)
 
 
 def _apply_first_step(work: Work, stage: JobStage, report: PodReport) -> None:

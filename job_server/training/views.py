@@ -22,7 +22,7 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.jobs.work import Goal
-from job_server.training.accounting import account_at, live_hangs, script_runs
+from job_server.training.accounting import account_at, is_live, live_hangs, script_runs
 from job_server.training.allocation import stage_ports, unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
@@ -339,8 +339,10 @@ def plain_warning(job: Job) -> str:
 
 
 def hang_texts(job: Job) -> tuple[str, ...]:
-    """Return what is said of the trainers of the active stage that hang."""
-    return tuple(hang.text for hang in live_hangs(job))
+    """Return what is said of the trainers of the active stage that hang or straggle."""
+    hangs = live_hangs(job)
+    slow = [each for each in job.progress.stragglers if is_live(job, each)]
+    return tuple(each.text for each in (*hangs, *slow))
 
 
 def trainers(job: Job) -> int:

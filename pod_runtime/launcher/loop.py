@@ -24,7 +24,7 @@ from job_server.api.wire import (
     ReportKind,
     StagePlan,
 )
-from pod_runtime.activity import look, open_page
+from pod_runtime.activity import Seen, look, open_page
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -41,7 +41,7 @@ from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
 from pod_runtime.launcher import decisions, hangs, server_link, stacks, state
 from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
-from pod_runtime.launcher.reports import attach_status
+from pod_runtime.launcher.reports import attach_status, pace_between
 from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
 from pod_runtime.launcher.spares import Spare
@@ -87,6 +87,7 @@ class Launcher:
         self._inbox: queue.SimpleQueue[LinkEvent | _StacksTaken] = queue.SimpleQueue()
         self._look_at = 0.0  # when the trainers' pages are looked at next
         self._silences: dict[int, hangs.Silence] = {}  # by pid
+        self._paced: dict[int, Seen] = {}  # by pid: since when its time is told
         self._selector = selectors.DefaultSelector()
         self._channel = TrainerChannel(pod_env.pod_id)
         self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
@@ -270,6 +271,7 @@ class Launcher:
             self._forget(self._connections[name])
         self._selector.unregister(trainer)
         self._silences.pop(trainer.pid, None)
+        self._paced.pop(trainer.pid, None)
         code = self._pool.reap(trainer)
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
         logger.info(
@@ -304,7 +306,12 @@ class Launcher:
             before = self._silences.get(trainer.pid)
             self._silences[trainer.pid], alarm = hangs.heed(before, found, now, limits, run.step_s)
             if alarm is not None:
+                self._paced[trainer.pid] = seen  # a hang is told by itself
                 self._heed_alarm(name, alarm)
+            pace = pace_between(name[1], self._paced.setdefault(trainer.pid, seen), seen)
+            if pace is not None:
+                self._paced[trainer.pid] = seen
+                self._pod = state.paced(self._pod, name[0], pace)
 
     def _heed_alarm(self, name: Name, alarm: hangs.Alarm) -> None:
         (key, rank), kills = name, self._pod.orders is not None and self._pod.orders.hang_kills

@@ -6,7 +6,17 @@ that were not made since the last attach are due. So a server that comes back mi
 
 from dataclasses import replace
 
-from job_server.api.wire import Attach, Order, PodReport, PodStagePhase, ReportKind, StagePlan, Way
+from job_server.api.wire import (
+    Attach,
+    Order,
+    PodReport,
+    PodStagePhase,
+    RankPace,
+    ReportKind,
+    StagePlan,
+    Way,
+)
+from pod_runtime.activity import Doing, Seen
 from pod_runtime.launcher.state import (
     TRAINS,
     LauncherState,
@@ -14,8 +24,11 @@ from pod_runtime.launcher.state import (
     awaits_spare,
     find_joining,
     find_run,
+    paces_told,
     report_on,
 )
+
+PACE_STEPS, PACE_S = 30, 5.0  # a trainer's time is told for at least so many steps and seconds
 
 
 def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[PodReport]]:
@@ -39,8 +52,11 @@ def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[Pod
                 reports.append(report)
     moving = [run for run in pod.runs if makes_progress(run)]
     if moving and now >= pod.progress_at and pod.orders is not None:
-        reports += [report_on(run, ReportKind.PROGRESS) for run in moving]
-        pod = replace(pod, progress_at=now + pod.orders.heartbeat_s)
+        for run in moving:
+            paces = tuple(t.pace for t in run.trainers if t.pace is not None)
+            reports.append(report_on(run, ReportKind.PROGRESS, paces=paces))
+        runs = tuple(paces_told(run) if run in moving else run for run in pod.runs)
+        pod = replace(pod, runs=runs, progress_at=now + pod.orders.heartbeat_s)
     if pod.orders is not None:
         if not reports and pod.alive_at is not None and now >= pod.alive_at:
             stage = pod.runs[-1].plan.stage if pod.runs else 0
@@ -147,6 +163,25 @@ def _drained(run: StageRun) -> PodReport:
         durable=run.durable,
     )
     return replace(report, step=steps.pop())
+
+
+def pace_between(rank: int, before: Seen, now: Seen) -> RankPace | None:
+    """Return where a trainer's time went between two looks. None: too little to say."""
+    steps = now.steps - before.steps
+    spent = [later - earlier for earlier, later in zip(before.seconds, now.seconds, strict=True)]
+    # What it did when it was looked at is not in these seconds, so they need not be all.
+    if steps < PACE_STEPS or sum(spent) < PACE_S or min(spent) < 0:
+        return None
+    return RankPace(
+        rank=rank,
+        steps=steps,
+        samples=now.samples - before.samples,
+        window_s=sum(spent),
+        computing_s=spent[Doing.STEPPING],
+        reading_s=spent[Doing.READING],
+        exchanging_s=spent[Doing.EXCHANGING],
+        saving_s=spent[Doing.SAVING],
+    )
 
 
 def makes_progress(run: StageRun) -> bool:

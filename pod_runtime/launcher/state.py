@@ -16,6 +16,7 @@ from job_server.api.wire import (
     PlanPod,
     PodOrders,
     PodReport,
+    RankPace,
     ReportKind,
     SnapshotRef,
     StagePlan,
@@ -76,6 +77,7 @@ class TrainerState:
     killed: bool = False
     error: TrainerError | None = None  # what it has raised; None: it reported nothing
     hang: TrainerHang | None = None  # the last; None: it has always given signs of life
+    pace: RankPace | None = None  # to be reported; None: nothing new
 
     @property
     def alive(self) -> bool:
@@ -337,6 +339,17 @@ def hung(pod: LauncherState, key: Key, rank: int, hang: TrainerHang) -> Launcher
     """Trainer `rank` hangs, or does no more."""
     run = find_run(pod, key)
     return pod if run is None else _put(pod, _with_trainer(run, rank, hang=hang))
+
+
+def paced(pod: LauncherState, key: Key, pace: RankPace) -> LauncherState:
+    """It is known where a trainer's time went."""
+    run = find_run(pod, key)
+    return pod if run is None else _put(pod, _with_trainer(run, pace.rank, pace=pace))
+
+
+def paces_told(run: StageRun) -> StageRun:
+    """What was known of its trainers' time is in a report."""
+    return replace(run, trainers=tuple(replace(t, pace=None) for t in run.trainers))
 
 
 def killed_as_hung(

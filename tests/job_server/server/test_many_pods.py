@@ -101,8 +101,11 @@ class Pods:
         *,
         step: int,
         snapshot: wire.SnapshotRef | None = None,
+        paces: tuple[wire.RankPace, ...] = (),
     ) -> None:
-        report = wire.PodReport(kind=kind, stage=1, step=step, elastic=True, snapshot=snapshot)
+        report = wire.PodReport(
+            kind=kind, stage=1, step=step, elastic=True, snapshot=snapshot, paces=paces
+        )
         self.service.report(JOB, pod_id, report)
 
     def orders(self, pod_id: str, revision: int = -1) -> wire.PodOrders:
@@ -155,6 +158,18 @@ def test_what_a_heartbeat_says_is_seen_although_no_rule_is_tried():
     status = pods.status()
     assert status.step == 9
     assert status.account.training_s == pytest.approx(2.0)
+
+
+def test_what_progress_brings_to_light_is_an_event_although_it_changes_no_decision():
+    pods = Pods(2)
+    for rank, pod_id in enumerate(pods.pods["node-0"][:2]):
+        pace = wire.RankPace(
+            rank=rank, steps=30, samples=30, window_s=10.0, computing_s=2.0 + 7.0 * rank,
+            reading_s=0.0, exchanging_s=8.0 - 7.0 * rank, saving_s=0.0,
+        )  # fmt: skip
+        pods.report(pod_id, wire.ReportKind.PROGRESS, step=2, paces=(pace,))
+    events = from_json(wire.EventList, pods.service.events(JOB, 0, 100, 0.0).body).events
+    assert "straggles" in events[-1].text
 
 
 def test_pods_that_fall_silent_are_found_by_the_clock_while_the_others_report():

@@ -14,12 +14,14 @@ from job_server.api.wire import (
     PodReport,
     PodStagePhase,
     RaisedError,
+    RankPace,
     ReportKind,
     SnapshotRef,
     StagePlan,
     TrainerError,
     Way,
 )
+from pod_runtime.activity import Doing, Seen
 from pod_runtime.channel_wire import (
     CannotJoin,
     Cut,
@@ -53,7 +55,7 @@ from pod_runtime.launcher.decisions import (
     decide,
     next_deadline,
 )
-from pod_runtime.launcher.reports import attach_status
+from pod_runtime.launcher.reports import attach_status, pace_between
 from tests.pod_runtime.fake_job_server import make_part, make_plan
 
 NOW = 100.0
@@ -809,3 +811,39 @@ def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another
     assert not of(pod.settle(), Renumber), "once"
     dead = reports(pod.die(1, -9, 2))
     assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]
+
+
+# --- how fast the trainers are --------------------------------------------------------------------
+
+
+def seen(steps: int, **seconds: float) -> Seen:
+    spent = {each.name.lower(): 0.0 for each in Doing} | seconds
+    return Seen(
+        doing=Doing.STEPPING, since=0.0, steps=steps, samples=8 * steps,
+        seconds=tuple(spent[each.name.lower()] for each in Doing),
+    )  # fmt: skip
+
+
+def test_where_a_trainer_s_time_went_is_told_for_thirty_steps_or_more():
+    before = seen(100, stepping=50.0, exchanging=7.0)
+    after = seen(140, stepping=56.0, exchanging=8.0, reading=2.0, saving=0.5)
+    pace = pace_between(3, before, after)
+    assert pace == RankPace(
+        rank=3, steps=40, samples=320, window_s=9.5, computing_s=6.0, reading_s=2.0,
+        exchanging_s=1.0, saving_s=0.5,
+    )  # fmt: skip
+    assert pace_between(3, before, seen(129, stepping=90.0, exchanging=7.0)) is None
+    assert pace_between(3, before, seen(150, stepping=54.0, exchanging=7.0)) is None  # too quick
+    assert pace_between(3, after, before) is None  # of another process
+
+
+def test_a_pace_is_reported_once_with_the_next_progress():
+    pod = training_pod()
+    pace = pace_between(1, seen(0), seen(40, stepping=6.0))
+    assert pace is not None
+    pod.wait(5.0)
+    pod.pod = state.paced(pod.pod, (1, 0), pace)
+    told = [each.paces for each in reports(pod.wait(5.0)) if each.kind is ReportKind.PROGRESS]
+    assert told == [(pace,)]
+    told = [each.paces for each in reports(pod.wait(5.0)) if each.kind is ReportKind.PROGRESS]
+    assert told == [()]

@@ -64,8 +64,14 @@ class OptimizerState(Protocol):
     def tensors(self) -> list[tuple[str, Any]]:
         """Return its tensors, by "<parameter>.<what it is>"."""
 
-    def scalars(self) -> dict[str, Any]:
-        """Return learning rate, options and schedulers, as JSON types."""
+    def scalars(self, *, committed: bool) -> dict[str, Any]:
+        """Return learning rate, options and schedulers, as JSON types.
+
+        `committed`: as they were noted, if they ever were.
+        """
+
+    def note_committed(self) -> None:
+        """Remember them as they are."""
 
     def check(self, names: Collection[str], scalars: Mapping[str, Any]) -> None:
         """Check that a state with these tensors fits. Raises StateError."""
@@ -167,13 +173,21 @@ class BaseState(ABC):
             if first < last:
                 copy_bytes(base + spec.offset + first, tensor, first, last)
 
+    def note_committed(self) -> None:
+        """Remember learning rates and schedulers as they are: this belongs to the last commit."""
+        for each in self._optimizers:
+            each.note_committed()
+
     def scalars(self) -> dict[str, Any]:
         """Return the plain part: of optimizer, traits, loss scaler and extra objects."""
+        return self._scalars(committed=True)
+
+    def _scalars(self, *, committed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"traits": self._traits.changed()}
         if len(self._optimizers) == 1:
-            found |= self._optimizers[0].scalars()
+            found |= self._optimizers[0].scalars(committed=committed)
         else:
-            found["optimizers"] = [each.scalars() for each in self._optimizers]
+            found["optimizers"] = [each.scalars(committed=committed) for each in self._optimizers]
         to_plain, is_tensor = self._tensor_tools.to_plain, self._tensor_tools.is_tensor
         if self._scaler is not None:
             found["scaler"] = to_plain("scaler", self._scaler.state_dict())
@@ -198,7 +212,7 @@ class BaseState(ABC):
 
     def fingerprints(self, *, of_model: bool) -> dict[str, float]:
         """Return numbers that are the same on all ranks as long as their states are."""
-        plain = json.dumps([_rounded(each.scalars()) for each in self._optimizers])
+        plain = json.dumps([_rounded(each.scalars(committed=False)) for each in self._optimizers])
         found = {
             "optimizer: its learning rate or options, or a scheduler": float(
                 zlib.crc32(plain.encode())
@@ -247,6 +261,7 @@ class BaseState(ABC):
     def _load_plain(self) -> None:
         for optimizer, _specs, plain in self._parts({}, self._loaded):
             optimizer.load_plain(plain)
+        self.note_committed()
         if "traits" not in self._loaded:  # a state of an older version
             return
         lost = self._traits.apply(self._loaded["traits"])
@@ -342,7 +357,7 @@ class BaseState(ABC):
         return self._traits.modes_set(), self._without_modes() != self._watched
 
     def _without_modes(self) -> dict[str, Any]:
-        found = self.scalars()
+        found = self._scalars(committed=False)
         for values in found["traits"].values():
             values.pop("training", None)
         found["traits"] = {owner: values for owner, values in found["traits"].items() if values}

@@ -84,7 +84,17 @@ class FrameworkState(Protocol):
         """
 
     def scalars(self) -> dict[str, Any]:
-        """Return what else belongs to the state, as JSON types."""
+        """Return what else belongs to the state, as JSON types.
+
+        Learning rates and schedulers are those that were noted last, if they ever were.
+        """
+
+    def note_committed(self) -> None:
+        """Remember learning rates and schedulers as they are: a step or an epoch is committed.
+
+        A rank may have to put the committed state away amid the next step, where the script has
+        set them for that; whoever goes on from there runs these lines again.
+        """
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state; nothing has changed when this raises StateError."""

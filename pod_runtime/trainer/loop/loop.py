@@ -242,6 +242,8 @@ class Loop:
 
     def _adopt(self, stage: TrainerStage) -> StageSteps:
         self._steps = self._make_steps(stage)
+        if stage.progress.cursor.global_step == 0:  # later it is done with every commit
+            self._framework.state.note_committed()
         unowned = self._framework.state.unowned()
         is_first = self.rank == 0 and stage.progress.cursor.global_step == 0
         if is_first and self._source.is_stream:
@@ -342,6 +344,7 @@ class Loop:
         stage = steps.stage
         stop, request = stage.member.end_epoch(stage.progress.stops)
         stage.progress.commit_epoch()
+        stage.framework.state.note_committed()
         if stop:
             stage.progress.stop()
         if not stage.progress.is_finished:

@@ -82,6 +82,7 @@ class StageSteps:
         stage, result = self.stage, step.result
         stage.framework.step.end()
         stage.progress.commit_step(result.drawn)
+        stage.framework.state.note_committed()
         stage.progress.stops |= result.stops
         stage.member.activity.count_step(step.samples_done)
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS

@@ -82,6 +82,7 @@ class PaddleOptimizer:
         self._optimizer = optimizer
         self._structured = {p.name: name for name, p in model.named_parameters()}
         self._names: dict[str, str] = {}  # accumulator's variable name -> structured name
+        self._committed: dict[str, Any] | None = None  # None: nothing was noted
         for parameter in optimizer_parameters(optimizer):
             if parameter.name not in self._structured:
                 raise UsageError(
@@ -109,14 +110,21 @@ class PaddleOptimizer:
                 found.append((self._structured_name(variable), value))
         return found
 
-    def scalars(self) -> dict[str, Any]:
-        """Return the scheduler's state or the learning rate, as JSON types."""
+    def note_committed(self) -> None:
+        """Remember the scheduler's state or the learning rate as it is."""
+        self._committed = self._now()
+
+    def _now(self) -> dict[str, Any]:
         scheduler = self._scheduler()
         if scheduler is None:
-            return {"optimizer": self.kind, "lr": float(self._optimizer.get_lr())}
-        return {
-            "optimizer": self.kind,
-            "lr_scheduler": to_plain("lr_scheduler", scheduler.state_dict()),
+            return {"lr": float(self._optimizer.get_lr())}
+        return {"lr_scheduler": scheduler.state_dict()}
+
+    def scalars(self, *, committed: bool) -> dict[str, Any]:
+        """Return the scheduler's state or the learning rate, as JSON types."""
+        found = (self._committed if committed else None) or self._now()
+        return {"optimizer": self.kind} | {
+            name: to_plain(name, value) for name, value in found.items()
         }
 
     def check(self, names: Collection[str], scalars: Mapping[str, Any]) -> None:

@@ -81,6 +81,8 @@ class TorchOptimizer:
         self.kind = type(optimizer).__name__
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
+        # Groups and schedulers' states as they were at the last commit; None: there was none.
+        self._committed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
         self._names = {id(each): name for name, each in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -104,14 +106,24 @@ class TorchOptimizer:
             if isinstance(value, torch.Tensor)
         ]
 
-    def scalars(self) -> dict[str, Any]:
+    def note_committed(self) -> None:
+        """Remember options and schedulers as they are."""
+        self._committed = self._now()
+
+    def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        groups = [dict(each) for each in self._optimizer.param_groups]
+        return groups, [each.state_dict() for each in self._schedulers]
+
+    def scalars(self, *, committed: bool) -> dict[str, Any]:
         """Return options, numbers and schedulers, as JSON types."""
+        groups, schedulers = (self._committed if committed else None) or self._now()
         return {
             "optimizer": self.kind,
-            "groups": [_plain_options(group) for group in self._optimizer.param_groups],
+            "groups": [_plain_options(group) for group in groups],
             "optimizer_numbers": self._numbers(),
             "schedulers": [
-                to_plain(type(each).__name__, each.state_dict()) for each in self._schedulers
+                to_plain(type(each).__name__, state)
+                for each, state in zip(self._schedulers, schedulers, strict=True)
             ],
         }
 

@@ -123,6 +123,7 @@ class Training:
         if self.scheduler is not None:
             is_plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
             self.scheduler.step(*([1.0] if is_plateau else []))
+        self.framework.state.note_committed()
 
     def take(self) -> tuple[Any, bytearray, dict[str, Any]]:
         layout = self.framework.state.layout()
@@ -571,6 +572,19 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
         with torch.no_grad():
             model.eval()(torch.ones(2, 4))
         assert traits.uncarried_changes() == []
+
+
+def test_a_state_has_the_rates_of_the_last_commit_whatever_the_script_has_set_since():
+    training = Training("milestones")
+    state = training.framework.state
+    training.step(1)
+    committed, prints = state.scalars(), state.fingerprints(of_model=False)
+    training.scheduler.step()
+    training.optimizer.param_groups[0]["lr"] = 0.7
+    assert state.scalars() == committed
+    assert state.fingerprints(of_model=False) != prints, "what is compared is what is there now"
+    state.note_committed()
+    assert state.scalars()["groups"][0]["lr"] == 0.7
 
 
 def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():

@@ -33,6 +33,7 @@ parser.add_argument("--slow", type=Path, help="evaluate once, slowly while this 
 parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
+parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
 parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
@@ -89,7 +90,8 @@ data = Ids()
 if args.workers:
     data = paddle.io.DataLoader(data, batch_size=32, shuffle=True, num_workers=args.workers)
 model = Counter()
-optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+rate = paddle.optimizer.lr.LambdaDecay(1.0, lambda _count: 1.0)
+optimizer = paddle.optimizer.SGD(rate if args.turn else 1.0, parameters=model.parameters())
 loop = elastic.Loop(
     model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
     save_steps=args.save_steps, keep_checkpoints=args.keep,
@@ -101,6 +103,8 @@ for epoch in loop.epochs():
         if not step.is_warmup:
             assert os.environ["PADDLE_TRAINER_ID"] == str(loop.rank)
             assert os.environ["PADDLE_TRAINERS_NUM"] == str(loop.world_size)
+        if args.turn:
+            rate.step()
         if args.starve:
             (args.out / f"begun.{loop.rank}.{step.number}").touch()
         for batch in step:
@@ -125,5 +129,6 @@ for epoch in loop.epochs():
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
         found = loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
         assert found["ids"] == sum(range(args.samples)), found
+assert not args.turn or rate.last_epoch == loop.step_count, rate.last_epoch
 if loop.rank == 0:
     np.save(args.out / "counts.npy", model.seen.numpy())

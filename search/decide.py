@@ -5,6 +5,7 @@ that was lost in a crash is decided again, and one that was made is not: the sto
 before the server is told to stop a job, and a job's name follows from its trial.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,11 +111,15 @@ def next_actions(
             actions.append(_failed(trial, "its job was deleted from the server"))
         else:
             actions += _follow(spec, trial, job)
+    return actions + [Ask()] * free_places(spec, trials)
+
+
+def free_places(spec: StudySpec, trials: Sequence[Trial]) -> int:
+    """Return how many more trials may begin."""
+    if is_hopeless(trials):
+        return 0
     running = sum(trial.state is TrialState.RUNNING for trial in trials)
-    if not is_hopeless(trials):
-        free = min(spec.parallel - running, spec.trials - len(trials))
-        actions += [Ask()] * max(0, free)
-    return actions
+    return max(0, min(spec.parallel - running, spec.trials - len(trials)))
 
 
 def is_hopeless(trials: Sequence[Trial]) -> bool:
@@ -175,24 +180,25 @@ def _failed(trial: Trial, why: str) -> Finish:
 
 
 def promising(trials: Sequence[Trial], *, maximize: bool) -> frozenset[int]:
-    """Return the running trials whose newest value is as good as the median there, or better.
+    """Return the running trials that are not known to be worse than the median of all.
 
     The median is over all trials that have reported after as many epochs. One that nobody can be
-    compared with is not among them.
+    compared with yet is among them: it would have to change soon if it began with little.
     """
     found = set()
     for trial in trials:
-        if trial.state is not TrialState.RUNNING or not trial.reports:
+        if trial.state is not TrialState.RUNNING:
             continue
-        epochs = max(trial.reports)
-        peers = [other.reports[epochs] for other in trials if epochs in other.reports]
-        peers = [value for value in peers if value == value]  # not NaN
-        own = trial.reports[epochs]
-        if len(peers) < 2 or own != own:
+        epochs = max(trial.reports, default=0)
+        own = trial.reports.get(epochs)
+        if own is not None and math.isnan(own):
             continue
-        middle = statistics.median(peers)
-        if own >= middle if maximize else own <= middle:
-            found.add(trial.number)
+        if own is not None:
+            values = [other.reports[epochs] for other in trials if epochs in other.reports]
+            middle = statistics.median(value for value in values if not math.isnan(value))
+            if own < middle if maximize else own > middle:
+                continue
+        found.add(trial.number)
     return frozenset(found)
 
 

@@ -21,6 +21,7 @@ from search.decide import (
     Submit,
     Trial,
     TrialState,
+    free_places,
     is_over,
     next_actions,
     promising,
@@ -92,6 +93,8 @@ class Search:
                 show(progress)
                 if is_over(self._spec, progress.trials):
                     return
+                if free_places(self._spec, progress.trials):
+                    continue  # before the server gives what has become free to others for a moment
             time.sleep(self._look_s)
 
     def step(self, say: Callable[[str], None]) -> Progress:

@@ -135,7 +135,7 @@ def test_a_study_is_over_when_all_trials_have_ended_and_given_back_their_trainer
     assert not is_over(study(), failed[:2])
 
 
-def test_promising_is_who_is_as_good_as_the_median_after_as_many_epochs():
+def test_promising_is_who_is_not_known_to_be_worse_than_the_median_after_as_many_epochs():
     trials = [
         trial(0, COMPLETE, reports={1: 0.5, 2: 0.7}),
         trial(1, PRUNED, reports={1: 0.2}),
@@ -143,10 +143,10 @@ def test_promising_is_who_is_as_good_as_the_median_after_as_many_epochs():
         trial(3, reports={1: 0.3}),
         trial(4, reports={1: math.nan}),
         trial(5, reports={3: 0.9}),  # nobody has come so far
-        trial(6),
+        trial(6),  # nothing is known of it
     ]
-    assert promising(trials, maximize=True) == {2}
-    assert promising(trials, maximize=False) == {3}
+    assert promising(trials, maximize=True) == {2, 5, 6}
+    assert promising(trials, maximize=False) == {3, 5, 6}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SEND_S = 2.0  # a launcher that does not read must not delay the end
 _TEXT_CHARS = 2000
+_TRACE_CHARS = 6000
 _CHAIN = 10  # exceptions of one error
 _NAME_CHARS = 300
 _TYPES = 20  # classes of one exception
@@ -209,6 +210,7 @@ def _report(
             "where": _where(error, trace, cwd),
             "step": _ask_loop("committed_step"),
             "hint": hint,
+            "traceback": _printed(error, trace),
         },
     }
     try:
@@ -218,6 +220,17 @@ def _report(
             launcher.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
         return
+
+
+def _printed(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the end of what Python prints about an error."""
+    import traceback
+
+    try:
+        lines = traceback.format_exception(type(error), error, trace)
+    except Exception:  # noqa: BLE001  a class of the script that cannot be shown
+        return ""
+    return _writable("".join(lines))[-_TRACE_CHARS:]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

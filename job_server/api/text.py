@@ -2,8 +2,9 @@
 
 import signal
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
-from job_server.api.wire import JobStatus, SaveState, StageRecord, TeacherStatus
+from job_server.api.wire import FirstError, JobStatus, SaveState, StageRecord, TeacherStatus
 
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # requests to end, not crashes
 
@@ -91,6 +92,14 @@ def account_parts(status: JobStatus) -> dict[str, float]:
         "saving": account.saving_s,
         "straggling": account.straggling_s,
     }
+
+
+def error_lines(error: FirstError) -> tuple[str, str]:
+    """Return the first error of a stage in two lines: what it was, and where it came from."""
+    at = datetime.fromtimestamp(error.at, UTC).astimezone()
+    frames = [line.strip() for line in error.traceback.splitlines() if line.startswith("  File ")]
+    where = f"{len(frames)} frames, the last: {frames[-1]}" if frames else "no traceback"
+    return error.text, f"heard first in stage {error.stage}, {at:%Y-%m-%d %H:%M:%S}; {where}"
 
 
 def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:

@@ -430,8 +430,11 @@ class TrainerError(Message, frozen=True, kw_only=True):
     where: str = ""  # FILE:LINE of the innermost frame in the user's own files
     step: Int | None = None  # global steps committed; None: it was not in the elastic loop
     hint: str = ""  # what the trainer adds to explain it
+    traceback: str = ""  # its end, as Python prints it; "": a trainer of the version before
 
     def __post_init__(self) -> None:
+        if len(self.traceback) > 2 * MAX_ERROR_CHARS:
+            raise WireError(f"traceback: at most {2 * MAX_ERROR_CHARS} characters")
         if not 1 <= len(self.chain) <= 100:
             raise WireError(f"chain: expected 1 to 100 errors, got {len(self.chain)}")
 
@@ -879,6 +882,16 @@ class Account(Message, frozen=True, kw_only=True):
         )
 
 
+class FirstError(Message, frozen=True, kw_only=True):
+    """What was heard first of the errors that ended a stage, or a change."""
+
+    stage: Int
+    at: float  # seconds since 1970, when the server heard it
+    text: str  # whose it is, FILE:LINE, the error
+    traceback: str = ""  # its end; "": it was no Python exception, or none was told
+    is_of_victim: bool = False  # of a trainer that lost a peer: the cause is not known yet
+
+
 class Demand(Message, frozen=True, kw_only=True):
     """What the students of a service report together; posted every 2 s, by a discovery service."""
 
@@ -959,6 +972,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     saving: SaveState | None = None  # what is being written now; None: nothing is
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
     allotment: Allotment | None = None  # None: not a shared job, or nothing is decided yet
+    error: FirstError | None = None  # of the last stage that failed; None: none did
     metric_epochs: dict[str, Int] = {}  # as of PodReport  # noqa: RUF012
 
 

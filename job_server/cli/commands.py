@@ -17,6 +17,7 @@ from job_server.api.local_servers import LocalServer, connect, find_servers
 from job_server.api.text import (
     account_parts,
     duration,
+    error_lines,
     printable,
     saving_text,
     steps_of_stage,
@@ -568,6 +569,7 @@ def _job_text(status: wire.JobStatus) -> str:
         ("job", status.job_id),
         ("state", f"{status.state.value}: {status.reason}"),
         *(("warning", text) for text in status.warnings),
+        *_error_facts(status),
         ("pods", f"{len(status.pods)} of {wanted_pods(status)} wanted "
                  f"({status.spec.min_pods} to {status.spec.max_pods})"),
         *(_training_facts(status) if status.teachers is None else teacher_facts(status.teachers)),
@@ -598,6 +600,13 @@ def _job_text(status: wire.JobStatus) -> str:
     if stages:
         blocks.append(table(header, stages))
     return "\n\n".join(blocks)
+
+
+def _error_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
+    if status.error is None:
+        return []
+    what, where = error_lines(status.error)
+    return [("error", printable(what)), ("", printable(where))]
 
 
 def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:

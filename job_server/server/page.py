@@ -7,6 +7,7 @@ from job_server.api import wire
 from job_server.api.text import (
     account_parts,
     duration,
+    error_lines,
     roughly,
     steps_of_stage,
     steps_of_total,
@@ -83,6 +84,7 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
             if seconds >= 0.05
         },
         "goodput": f"{100 * good / total:.0f} %" if total > 0 else "-",
+        "error": None if status.error is None else error_lines(status.error),
         "teachers": [] if status.teachers is None else teacher_facts(status.teachers),
         "stages": [_stage_context(record) for record in status.stages[-SHOWN_STAGES:][::-1]],
         "more_stages": max(len(status.stages) - SHOWN_STAGES, 0),

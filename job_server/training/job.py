@@ -13,6 +13,7 @@ from job_server.api.wire import (
     Account,
     Allotment,
     DesiredState,
+    FirstError,
     JobSpec,
     JobState,
     Node,
@@ -404,6 +405,7 @@ class Job:
     ending: Ending = Ending()
     announced: Announced = Announced()
     share: Share = Share()
+    error: FirstError | None = None  # of the last stage that failed; None: none did
     progress: JobProgress = JobProgress()
 
     @property

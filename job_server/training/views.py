@@ -234,6 +234,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         saving=progress.saving if _is_saving(job) else None,
         saved=job.ending.saved,
         allotment=_allotment(job),
+        error=job.error,
     )
 
 

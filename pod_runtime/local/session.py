@@ -17,7 +17,7 @@ import pod_runtime
 from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token
 from job_server.api.errors import JobServerError, Rejected, Retryable
-from job_server.api.text import saving_text
+from job_server.api.text import error_lines, saving_text
 from job_server.api.wire import TRAIN_LOSS, JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
@@ -253,6 +253,8 @@ class LocalSession:
         )
         if failed:
             show(reason)
+            if status.error is not None and status.error.text not in reason:
+                show("the first error: " + "; ".join(error_lines(status.error)))
             self._show_end_of(self._culprit(reason))
         show(f"logs, state and status.html in {folder}")
         return 0 if status.state is JobState.SUCCEEDED else 1

@@ -298,6 +298,8 @@ def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(serve
     assert (failed.rank, failed.code, failed.peer_lost) == (0, 1, False)
     assert failed.error is not None
     assert failed.error.chain[0].types[:2] == ("ValueError", "Exception")
+    assert failed.error.traceback.startswith("Traceback (most recent call last):")
+    assert failed.error.traceback.endswith("ValueError: the loss is sad at step 3\n")
     assert re.fullmatch(
         r"\S+/toy_trainer\.py:\d+: ValueError: the loss is sad at step 3", failed.reason
     )

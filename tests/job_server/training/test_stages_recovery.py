@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, Kill, PodStagePhase, ReportKind, Way
+from job_server.api.text import error_lines
+from job_server.api.wire import (
+    JobState,
+    Kill,
+    PodStagePhase,
+    RaisedError,
+    ReportKind,
+    TrainerError,
+    Way,
+)
 from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
@@ -722,3 +731,53 @@ def test_a_clock_that_is_set_back_between_two_lives_of_the_server_stops_nothing(
     script_s = made.job.progress.script_s
     made.rounds(5, 1.0)
     assert made.job.progress.script_s == pytest.approx(script_s + 5.0)
+
+
+# --- the first error is kept ----------------------------------------------------------------------
+
+
+def raised(text: str) -> TrainerError:
+    trace = f'Traceback (most recent call last):\n  File "t.py", line 7, in f\nValueError: {text}\n'
+    chain = (RaisedError(types=("ValueError", "Exception"), text=text),)
+    return TrainerError(chain=chain, where="t.py:7", traceback=trace)
+
+
+def kept(made: World) -> str:
+    return str(made.status.error)
+
+
+def fails(made: World, rank: int, stage: int, text: str) -> None:
+    error = raised(text)
+    told = {"rank": rank, "code": 1, "reason": str(error), "error": error}
+    tell(made, f"pod_{rank}_0", ReportKind.FAILED, stage, **told)
+
+
+def test_of_two_errors_the_one_that_is_heard_first_is_kept_with_its_traceback():
+    made = trains(world())
+    assert kept(made) == "None"
+    fails(made, 1, 1, "the cause")
+    fails(made, 0, 1, "a consequence")
+    first = made.status.error
+    assert first is not None
+    assert first.text == "rank 1 (pod_1_0) exited with 1: t.py:7: ValueError: the cause"
+    what, where = error_lines(first)
+    assert what == first.text
+    assert where.startswith("heard first in stage 1, ")
+    assert where.endswith('1 frames, the last: File "t.py", line 7, in f')
+    trains(made)
+    assert made.status.error == first  # it is known after the recovery, until another stage fails
+    fails(made, 0, made.active.stage, "another")
+    assert "another" in kept(made)
+
+
+def test_an_error_takes_the_place_of_those_of_its_victims_and_a_kill_on_request_is_none():
+    made = trains(world())
+    made.send(KillAsked(Kill(rank=0)))
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert kept(made) == "None"
+    victim = {"rank": 0, "code": -6, "peer_lost": True, "reason": "gloo: peer"}
+    tell(made, "pod_0_0", ReportKind.FAILED, made.active.stage, **victim)
+    assert "lost a peer" in kept(made)
+    fails(made, 1, made.active.stage, "the cause")
+    assert "the cause" in kept(made)

@@ -122,7 +122,7 @@ def test_it_runs_as_a_user_with_a_health_check_and_an_entry_point_that_exist():
 
 # --- the packages
 
-EXTRAS = ("gpu", "distill", "redis", "examples", "summary")
+EXTRAS = ("gpu", "distill", "redis", "examples", "summary", "kubernetes")
 
 
 def pinned() -> dict[str, Requirement]:

@@ -20,7 +20,7 @@ from tests.support import ROOT
 
 K8S = DOCKER / "k8s"
 OVERLAYS = ("digits", "imagenet-gpu")
-VERSIONS = ("1.29", "1.34")
+VERSIONS = ("1.29", "1.37")
 Manifest = dict[str, Any]
 
 

@@ -372,7 +372,7 @@ class _Pass:
             is_closed = node is None or not node.alive or node.limit == 0
             if is_closed and not server.uses(pod.node_id):
                 self.steps.append(RemovePod(pod.name, pod.uid))
-                self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} are wanted; it was not used")
+                self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} wanted; the training left it")
 
     def _surplus(self, wanted: int) -> list[ListedPod]:
         """Return the pods to give up: closed and unusable ones first, then the highest indexes."""
@@ -441,7 +441,7 @@ class _Pass:
         for index in indexes:
             self.steps.append(MakeTrainer(index))
         names = ", ".join(f"{self.name}-{index}" for index in indexes)
-        self._say("PodsMade", f"{names}: {_pods(wanted)} are wanted, {len(self._alive)} are there")
+        self._say("PodsMade", f"{names}: {_pods(wanted)} wanted, {len(self._alive)} there")
         self._set(scaled_at=self.now)
 
     def _free_indexes(self, count: int) -> Iterator[int]:

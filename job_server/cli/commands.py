@@ -36,6 +36,7 @@ from job_server.sharing.explain import explain
 POLL_S = 30.0
 _LINES_S, _LIVE_S = 10.0, 2.0  # how often `edl top` looks, unless told otherwise
 _LOOK_S = 3.0  # at each of several servers
+_WAIT_LOOK_S = 0.2  # `edl capacity --wait`
 _ONLY = "may be left out if there is only one"
 
 Handler = Callable[[ApiClient, argparse.Namespace], None]
@@ -174,6 +175,13 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="N|all",
         help="that shared jobs have together at most",
+    )
+    capacity.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="until they have no more, at most S seconds; then the exit code is 1",
     )
     verb("queue", _queue, "Show the jobs that share the cluster, in the order of the queue.")
     why = verb("explain", _explain, "Say why a job waits or has so many pods, and what comes next.")
@@ -391,13 +399,36 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
 
 
 def _capacity(api: ApiClient, args: argparse.Namespace) -> None:
+    wire.check_range("--wait", args.wait, 0, 86400)
     known = api.limit_node(args.node, args.slots)
+    if args.wait and args.slots is not None:
+        _wait_until_free(api, args.node, args.slots, args.wait)
     if args.json:
         print(json.dumps(wire.encode(known), indent=2))
     else:
         count = len(known.node.slots)
         part = f"all {count}" if known.limit is None else f"{min(known.limit, count)} of {count}"
         print(f"{known.node.node_id}: shared jobs may have {part} slots")
+
+
+def _wait_until_free(api: ApiClient, node_id: str, slots: int, wait_s: float) -> None:
+    """Wait until shared jobs have no more than so many slots of a node.
+
+    Raises:
+        JobServerError: they still have more.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        nodes = (node for node in api.sharing().nodes if node.node_id == node_id)
+        used = next((node.used_shared for node in nodes), 0)
+        if used <= slots:
+            return
+        if time.monotonic() >= deadline:
+            raise JobServerError(
+                f"{node_id}: shared jobs still have {used} slots after {wait_s:g} s; those at "
+                "their least move when there is room elsewhere"
+            )
+        time.sleep(_WAIT_LOOK_S)
 
 
 def _queue(api: ApiClient, args: argparse.Namespace) -> None:

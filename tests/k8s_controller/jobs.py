@@ -22,7 +22,7 @@ def training_job(name: str = "digits", **spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "paddlepaddle.org/v1",
         "kind": "TrainingJob",
-        "metadata": {"name": name, "namespace": "ml", "uid": "u-1", "generation": 1},
+        "metadata": {"name": name, "namespace": "default", "uid": "u-1", "generation": 1},
         "spec": {"template": template, **spec},
     }
 

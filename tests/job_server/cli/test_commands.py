@@ -164,6 +164,12 @@ def test_capacity_keeps_slots_of_a_node_from_shared_jobs(server, run):
     assert "expected a number or all, got 'few'" in run("capacity", "web", "--slots", "few")[1]
 
 
+def test_capacity_waits_until_shared_jobs_have_left_a_node(server, run):
+    api = server.api()
+    api.register_node(cpu_node("web", job_id=None, folders=("none",), addr="10.1.1.1"))
+    assert run("capacity", "web", "--slots", "0", "--wait", "5")[0] == 0  # they have none there
+
+
 def test_resize_changes_the_pods(run):
     code, out = run("resize", "default_job", "2")
     assert code == 0

@@ -1,0 +1,149 @@
+"""Run the controller of TrainingJobs (`python -m k8s_controller`)."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from types import FrameType
+
+from kubernetes.config import ConfigException
+
+from job_server.api.command_line import OptionParser
+from k8s_controller.controller import Controller
+from k8s_controller.election import Election
+from k8s_controller.handlers import watch
+from k8s_controller.kube_api import KubeApi, load_config
+from k8s_controller.metrics import Metrics, serve
+
+logger = logging.getLogger("k8s_controller")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OptionParser(
+        prog="python -m k8s_controller",
+        description="Make TrainingJobs train, with as many pods as they are to have.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--namespace", action="append", default=[], help="look after this one; again: more; or all")
+    add("--kubeconfig", help="default: the pod's account, else KUBECONFIG")
+    add("--interval_s", type=float, default=2.0, help="between two looks at a quiet job")
+    add("--no_leader_elect", action="store_true", help="act without a lease: run one only")
+    add("--lease_name", default="edl-controller")
+    add("--lease_namespace", help="default: POD_NAMESPACE, else `default`")
+    add("--liveness_port", type=int, default=8081, help="of /healthz, /readyz, /metrics; 0: any")
+    add("--probe_address", default="0.0.0.0")
+    add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
+    add("--log_format", choices=("text", "json"), default="text")
+    return parser
+
+
+class JsonLines(logging.Formatter):
+    """One object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; return the exit code, 2 for a wrong command line."""
+    args = build_parser().parse_args(argv)
+    if not 0.1 <= args.interval_s <= 300:
+        print(
+            f"python -m k8s_controller: --interval_s: must be between 0.1 and 300, "
+            f"got {args.interval_s:g}",
+            file=sys.stderr,
+        )
+        return 2
+    _log(args.log_level, args.log_format)
+    if args.kubeconfig:
+        os.environ["KUBECONFIG"] = args.kubeconfig  # kopf logs in by itself
+    try:
+        load_config(args.kubeconfig)
+    except ConfigException as error:
+        print(
+            f"python -m k8s_controller: --kubeconfig: {error}; name a file, or run in a cluster",
+            file=sys.stderr,
+        )
+        return 2
+    stop = threading.Event()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    metrics = Metrics()
+    probes = serve(metrics, args.probe_address, args.liveness_port)
+    logger.info("probes and metrics at port %d", probes.server_address[1])
+    namespaces = [each for each in args.namespace if each != "all"]
+    kube = KubeApi()
+    election = None
+    if not args.no_leader_elect:
+        namespace = args.lease_namespace or os.environ.get("POD_NAMESPACE") or "default"
+        identity = f"{socket.gethostname()}_{uuid.uuid4()}"
+        election = Election(kube, namespace, args.lease_name, identity)
+        if not election.win(stop):
+            logger.info("ended")
+            return 0
+    return _lead(Controller(kube, metrics, args.interval_s), metrics, namespaces, election, stop)
+
+
+def _lead(
+    controller: Controller,
+    metrics: Metrics,
+    namespaces: list[str],
+    election: Election | None,
+    stop: threading.Event,
+) -> int:
+    logger.info("this one leads")
+    metrics.leads = True
+    lost = threading.Event()
+
+    def lose() -> None:
+        logger.error("the lease is lost: another one may lead, so this one ends")
+        lost.set()
+        stop.set()
+
+    if election is not None:
+        threading.Thread(
+            target=election.keep, args=(stop, lose), name="election", daemon=True
+        ).start()
+    controller.start()
+    try:
+        watch(controller, namespaces, stop)
+    finally:
+        controller.stop()
+        if election is not None and not lost.is_set():
+            election.give_back()
+    logger.info("ended")
+    return int(lost.is_set())
+
+
+def _log(level: int, form: str) -> None:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    logging.basicConfig(level=level, handlers=[handler])
+    for name in ("kopf", "urllib3"):
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What wakes the controller: kopf's watches of TrainingJobs and of their pods.
+
+They only say which job to look at. Nothing is written to the objects: no annotation, no finalizer.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import kopf
+
+from k8s_controller.controller import Controller
+from k8s_controller.observed import JOB_LABEL
+from k8s_controller.spec import GROUP, PLURAL, VERSION, Object
+
+PREFIX = GROUP  # of annotations, if a handler that needs them is ever added
+BACKOFFS_S = (0.2, 0.5, 1, 2, 2, 2, 5)  # of kopf's own calls
+
+
+def registry_for(controller: Controller) -> kopf.OperatorRegistry:
+    """Return the handlers that wake a controller."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def log_in(**given: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_via_client(**given)
+
+    @kopf.on.startup(registry=registry)
+    def configure(settings: kopf.OperatorSettings, **_: object) -> None:
+        settings.posting.enabled = False  # events are the controller's own
+        settings.scanning.disabled = True  # it needs no right to list definitions
+        settings.execution.max_workers = 2
+        settings.networking.error_backoffs = BACKOFFS_S
+        settings.watching.server_timeout = 300
+        settings.watching.client_timeout = 330
+        settings.watching.reconnect_backoff = 0.2
+        settings.persistence.finalizer = f"{PREFIX}/finalizer"
+        settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
+        settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    def job_changed(namespace: str | None, name: str | None, **_: object) -> None:
+        controller.look_at(str(namespace), str(name))
+
+    @kopf.on.event("", "v1", "pods", labels={JOB_LABEL: kopf.PRESENT}, registry=registry)
+    def pod_changed(namespace: str | None, labels: Object, **_: object) -> None:
+        controller.look_at(str(namespace), str(labels[JOB_LABEL]))
+
+    return registry
+
+
+def watch(controller: Controller, namespaces: Sequence[str], stop: threading.Event) -> None:
+    """Watch until `stop`, SIGTERM or SIGINT; no namespaces: all."""
+    asyncio.run(_watch(controller, namespaces, stop))
+
+
+async def _watch(controller: Controller, namespaces: Sequence[str], stop: threading.Event) -> None:
+    ended = asyncio.Event()
+
+    async def follow() -> None:
+        while not stop.is_set():
+            await asyncio.sleep(0.2)
+        ended.set()
+
+    following = asyncio.create_task(follow())
+    try:
+        await kopf.operator(
+            registry=registry_for(controller),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=ended,
+        )
+    finally:
+        stop.set()
+        await following

@@ -1,0 +1,190 @@
+"""The calls to Kubernetes' API, with the official client. Objects are plain dictionaries.
+
+Making what is there and deleting what is not are no errors: whoever was here before has done it.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import kubernetes.client
+import kubernetes.config
+import urllib3
+import urllib3.exceptions
+
+from k8s_controller.observed import JOB_LABEL
+from k8s_controller.spec import API_VERSION, GROUP, KIND, PLURAL, VERSION, Object
+
+CONNECT_S, ANSWER_S = 5.0, 30.0
+_KINDS = {  # kind -> where its objects are
+    "Pod": "/api/v1/namespaces/{}/pods",
+    "Service": "/api/v1/namespaces/{}/services",
+    "Secret": "/api/v1/namespaces/{}/secrets",
+    "Event": "/api/v1/namespaces/{}/events",
+    "Lease": "/apis/coordination.k8s.io/v1/namespaces/{}/leases",
+    "PersistentVolumeClaim": "/api/v1/namespaces/{}/persistentvolumeclaims",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    KIND: f"/apis/{GROUP}/{VERSION}/namespaces/{{}}/{PLURAL}",
+}
+_LISTS = {
+    "Pod": "/api/v1/pods",
+    "Node": "/api/v1/nodes",
+    KIND: f"/apis/{GROUP}/{VERSION}/{PLURAL}",
+}
+
+
+def load_config(kubeconfig: str | None) -> None:
+    """Use a kubeconfig file; None: the pod's own account, else the usual file."""
+    if kubeconfig is None:
+        try:
+            kubernetes.config.load_incluster_config()
+            return
+        except kubernetes.config.ConfigException:
+            pass
+    kubernetes.config.load_kube_config(kubeconfig)
+
+
+class KubeError(Exception):
+    """Kubernetes has refused, or could not; the text says why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"Kubernetes answers {status}: {text}")
+        self.status = status
+
+
+TROUBLES = (KubeError, urllib3.exceptions.HTTPError, ValueError)  # all that a call may raise
+
+
+class KubeApi:
+    """One for all threads; each method may raise one of `TROUBLES`."""
+
+    def __init__(self) -> None:
+        self._client = kubernetes.client.ApiClient()
+
+    def get(self, kind: str, namespace: str, name: str) -> Object | None:
+        """Return an object; None: there is none."""
+        try:
+            found: Object = self._call("GET", self._path(kind, namespace, name))
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def pods_of(self, namespace: str, job: str) -> Sequence[Object]:
+        path = _KINDS["Pod"].format(quote(namespace))
+        query = [("labelSelector", f"{JOB_LABEL}={job}")]
+        found: Sequence[Object] = self._call("GET", path, query=query)["items"]
+        return found
+
+    def list_all(self, kind: str, namespace: str | None = None) -> Sequence[Object]:
+        """Return all objects of a kind; those of one namespace, if one is named."""
+        path = _LISTS[kind] if namespace is None else _KINDS[kind].format(quote(namespace))
+        found: Sequence[Object] = self._call("GET", path)["items"]
+        return found
+
+    def create(self, manifest: Object) -> None:
+        """Make an object, unless there is one of its name."""
+        path = self._path(manifest["kind"], manifest["metadata"]["namespace"])
+        try:
+            self._call("POST", path, manifest)
+        except KubeError as error:
+            if error.status != 409:
+                raise
+
+    def replace(self, manifest: Object) -> bool:
+        """Write an object as it was read; False: somebody else has written it meanwhile."""
+        meta = manifest["metadata"]
+        path = self._path(manifest["kind"], meta["namespace"], meta["name"])
+        try:
+            self._call("PUT", path, manifest)
+        except KubeError as error:
+            if error.status in (404, 409):
+                return False
+            raise
+        return True
+
+    def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        """Delete that very object, if it is there; another one of its name stays."""
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        try:
+            self._call("DELETE", self._path(kind, namespace, name), options)
+        except KubeError as error:
+            if error.status not in (404, 409):
+                raise
+
+    def write_status(self, namespace: str, name: str, status: Object) -> None:
+        path = f"{self._path(KIND, namespace, name)}/status"
+        self._call("PATCH", path, {"status": status}, content="application/merge-patch+json")
+
+    def say(self, job: Object, reason: str, message: str, *, warning: bool) -> None:
+        """Make an event about a TrainingJob."""
+        meta, now = job["metadata"], time.time()
+        text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+        self.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {
+                    "name": f"{meta['name']}.{time.time_ns():x}",
+                    "namespace": meta["namespace"],
+                },
+                "involvedObject": {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": meta["name"],
+                    "namespace": meta["namespace"],
+                    "uid": meta["uid"],
+                },
+                "reason": reason,
+                "message": message[:1024],
+                "type": "Warning" if warning else "Normal",
+                "source": {"component": "edl-controller"},
+                "reportingComponent": "edl-controller",
+                "firstTimestamp": text,
+                "lastTimestamp": text,
+                "count": 1,
+            }
+        )
+
+    @staticmethod
+    def _path(kind: str, namespace: str, name: str | None = None) -> str:
+        path = _KINDS[kind].format(quote(namespace))
+        return path if name is None else f"{path}/{quote(name)}"
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        content: str = "application/json",
+    ) -> Any:
+        """Send by the client's connections, with its credentials: its models refuse what is new."""
+        config = self._client.configuration
+        headers = {"Accept": "application/json", "Content-Type": content}
+        for each in config.auth_settings().values():  # it reads a token that is renewed
+            headers[each["key"]] = each["value"]
+        answer = self._client.rest_client.pool_manager.request(
+            method,
+            config.host + path + (f"?{urlencode(query)}" if query else ""),
+            body=None if body is None else json.dumps(body),
+            headers=headers,
+            timeout=urllib3.Timeout(connect=CONNECT_S, read=ANSWER_S),
+            retries=False,
+        )
+        if answer.status >= 300:
+            raise KubeError(answer.status, _message(answer.data))
+        return json.loads(answer.data)
+
+
+def _message(data: bytes) -> str:
+    """Return the words of a refusal."""
+    try:
+        return str(json.loads(data)["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return data[:200].decode(errors="replace")

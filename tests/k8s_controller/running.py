@@ -1,0 +1,90 @@
+"""A controller as a process, and a TrainingJob to look at, for tests on the tests' cluster."""
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from job_server.api.api_client import ApiClient
+from job_server.api.wire import JobStatus
+from k8s_controller.objects import PORT
+from tests.k8s_controller.cluster.cluster import Cluster
+from tests.k8s_controller.cluster.kinds import ApiError
+from tests.support import ROOT
+
+
+@contextmanager
+def running_controller(cluster: Cluster, folder: Path, *args: str) -> Iterator[Path]:
+    """Run a controller; yield its log."""
+    kubeconfig, log = folder / "kubeconfig", folder / "controller.log"
+    cluster.api.kubeconfig(kubeconfig)
+    command = [
+        sys.executable, "-m", "k8s_controller", "--no_leader_elect", "--liveness_port=0",
+        "--probe_address=127.0.0.1", "--interval_s=0.5", *args,
+    ]  # fmt: skip
+    env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=ROOT)
+    try:
+        yield log
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+    assert process.returncode == 0, log.read_text()[-3000:]
+
+
+class LiveJob:
+    """A TrainingJob of a cluster."""
+
+    def __init__(self, cluster: Cluster, manifest: dict[str, Any]) -> None:
+        self._cluster, self._name = cluster, str(manifest["metadata"]["name"])
+        self._namespace = str(manifest["metadata"]["namespace"])
+        self._kind = cluster.store.kind("TrainingJob")
+        cluster.apply(manifest)
+
+    def change(self, **spec: Any) -> None:
+        self._cluster.store.patch(self._kind, self._namespace, self._name, {"spec": spec})
+
+    def status(self) -> dict[str, Any]:
+        job = self._cluster.store.get(self._kind, self._namespace, self._name)
+        return dict(job.get("status") or {})
+
+    def trains_with(self, pods: int) -> bool:
+        status = self.status()
+        counts = [status.get(f"{each}Replicas") for each in ("desired", "training")]
+        return counts == [pods, pods] and status["phase"] == "Running"
+
+    def pods(self) -> list[str]:
+        """Return the names of its trainer pods."""
+        return sorted(
+            str(pod["metadata"]["name"])
+            for pod in self._cluster.store.all("Pod", self._namespace)
+            if pod["metadata"]["labels"].get("paddlepaddle.org/role") == "trainer"
+        )
+
+    def delete_pod(self, name: str) -> None:
+        """Delete a pod as `kubectl drain` does, with its grace."""
+        self._cluster.store.delete(self._cluster.store.kind("Pod"), self._namespace, name)
+
+    def training(self) -> JobStatus:
+        """Return what its job server says."""
+        store = self._cluster.store
+        secret = store.get(store.kind("Secret"), self._namespace, f"{self._name}-token")
+        pod = store.get(store.kind("Pod"), self._namespace, f"{self._name}-server")
+        token = base64.b64decode(secret["data"]["token"]).decode()
+        with ApiClient(f"http://{pod['status']['podIP']}:{PORT}", token) as api:
+            return api.status(self._name)
+
+    def is_gone(self) -> bool:
+        try:
+            self._cluster.store.get(self._kind, self._namespace, self._name)
+        except ApiError:
+            return True
+        return False

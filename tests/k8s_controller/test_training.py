@@ -1,0 +1,89 @@
+"""A TrainingJob with real trainers: its pods come and go, and no step is lost."""
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from job_server.api.wire import JobStatus
+from pod_runtime.verify import main as verify
+from tests.k8s_controller.cluster.cluster import Cluster
+from tests.k8s_controller.jobs import training_job
+from tests.k8s_controller.running import LiveJob, running_controller
+from tests.support import ROOT, wait_until
+
+DEFINITION = ROOT / "manifests" / "crd.yaml"
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is missing"),
+    pytest.mark.skipif(not DEFINITION.exists(), reason="the definition of TrainingJobs is missing"),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "more", "fewer"),
+    [
+        pytest.param(1, 3, 2, id="short"),
+        pytest.param(2, 5, 3, id="long", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_is_scaled_and_drained_without_losing_a_step(tmp_path: Path, first, more, fewer):
+    with Cluster(tmp_path / "pods") as cluster:
+        (tmp_path / "pods").mkdir(exist_ok=True)
+        for number in range(2):
+            cluster.kubelet.add_node(f"node-{number}")
+        cluster.apply_file(DEFINITION)
+        with running_controller(cluster, tmp_path):
+            job = LiveJob(cluster, counting_job(tmp_path, replicas=first, maxReplicas=more))
+            wait_until(lambda: job.trains_with(first), 120, "the first start")
+            job.change(replicas=more)
+            wait_until(lambda: job.trains_with(more), 120, "more pods")
+            assert job.pods() == [f"digits-{index}" for index in range(more)]
+            job.change(replicas=fewer)
+            wait_until(lambda: job.pods() == [f"digits-{index}" for index in range(fewer)], 120)
+            job.delete_pod("digits-0")  # a drained node
+            left = [f"digits-{index}" for index in range(1, fewer + 1)]
+            wait_until(lambda: job.pods() == left and job.trains_with(fewer), 120, "drained")
+            training = job.training()
+            (tmp_path / "end").touch()
+            wait_until(lambda: job.status().get("phase") == "Succeeded", 120, "the end")
+            wait_until(lambda: not job.pods(), 60, "nothing is left")
+    check_nothing_was_redone(training)
+    check_each_sample_counted_once(tmp_path)
+
+
+def counting_job(folder: Path, **spec: Any) -> dict[str, Any]:
+    job = training_job(minReplicas=1, **spec)
+    pod = job["spec"]["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = 90
+    pod["containers"][0] |= {
+        "command": ["python", "-m", "pod_runtime.launch"],
+        "args": [
+            str(ROOT / "tests" / "e2e" / "count_train_torch.py"), "--samples=480",
+            "--epochs=10000", f"--checkpoint={folder}/checkpoint", f"--out={folder}/seen.npy",
+            f"--end={folder}/end",
+        ],
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "resources": {"requests": {"cpu": "1"}},
+    }  # fmt: skip
+    return job
+
+
+def check_nothing_was_redone(training: JobStatus) -> None:
+    assert (training.redone_steps, training.failures, training.preemptions) == (0, 0, 0)
+    assert all(stage.redone_steps == 0 for stage in training.stages)
+
+
+def check_each_sample_counted_once(folder: Path) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = verify([str(folder / "checkpoint")])
+    assert code == 0, said.getvalue()
+    seen = np.load(folder / "seen.npy")
+    assert seen[0] >= 1
+    assert np.abs(seen - seen[0]).max() < 1e-6

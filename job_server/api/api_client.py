@@ -115,8 +115,31 @@ class ApiClient:
         return self._call(routes.LIST_JOBS).jobs
 
     def submit(self, spec: wire.JobSpec) -> wire.JobStatus:
-        """Add a job. Conflict: another spec has its id; the same spec again is no error."""
+        """Add a job. Conflict: another spec has its id; the same spec again is no error.
+
+        BadRequest: also where the server is of a version before, and does not know all that is set.
+        """
+        self._check_known(spec)
         return self._call(routes.SUBMIT, body=spec)
+
+    def _check_known(self, spec: wire.JobSpec) -> None:
+        """Refuse what the server would leave out in silence: fields of versions after its own.
+
+        Raises:
+            BadRequest: there is such a field.
+        """
+        usual = wire.encode(wire.JobSpec(job_id=spec.job_id))
+        given = [name for name, value in wire.encode(spec).items() if value != usual[name]]
+        try:
+            described = self._call(routes.OPENAPI)["components"]["schemas"]["JobSpec"]["properties"]
+        except (NotFound, LookupError):  # it does not say what it knows
+            return
+        unknown = [name for name in given if name not in described]
+        if unknown:
+            raise BadRequest(
+                f"{', '.join(unknown)}: the job server at {self.url} is of a version that does not "
+                "know this; update it, or leave it out"
+            )
 
     def preview(self, spec: wire.JobSpec) -> list[str]:
         """Return what the job's change script would do, as lines."""

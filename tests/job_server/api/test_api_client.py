@@ -3,13 +3,20 @@
 import http.server
 import math
 import threading
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from werkzeug.serving import make_server
 
 from job_server.api import wire
 from job_server.api.api_client import ApiClient, server_url
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
+from job_server.server.app import create_app
+from job_server.server.guard import Guard
+from job_server.server.openapi import build_openapi
+from job_server.server.service import JobService
+from job_server.server.store import Store
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.support import free_port, wait_until
 
@@ -47,6 +54,25 @@ def test_a_jobs_life_through_the_client(api):
     assert api.delete("digits").job_id == "digits"
     with pytest.raises(NotFound, match="digits"):
         api.status("digits")
+
+
+def test_a_job_is_not_submitted_to_a_server_that_would_leave_out_a_part_of_it(monkeypatch):
+    older = build_openapi()
+    known = older["components"]["schemas"]["JobSpec"]["properties"]
+    del known["share"], known["user"], known["args"]
+    monkeypatch.setattr("job_server.server.app.build_openapi", lambda: older)
+    port = free_port()
+    with closing(JobService(Store(":memory:"))) as service:
+        server = make_server("127.0.0.1", port, create_app(service, Guard(token=None)))
+        answers = InThread(server.serve_forever)
+        api = ApiClient(f"http://127.0.0.1:{port}")
+        spec = wire.JobSpec(job_id="digits", max_pods=2, folder="f", share=True, user="ann")
+        with pytest.raises(BadRequest, match=r"^share, user: the job server at http://.* update"):
+            api.submit(spec)
+        assert api.jobs() == ()
+        assert api.submit(SPEC).spec == SPEC
+        server.shutdown()
+        answers.result()
 
 
 def test_a_node_and_a_pod_through_the_client(api):

@@ -10,12 +10,12 @@ import pytest
 from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
 from search.decide import TrialState
-from search.run import Search
-from search.store import StudyStore
 from search.study_file import Choice, PrunerSpec, StudySpec
 from tests.search.study import job, study
 
 optuna = pytest.importorskip("optuna")
+from search.run import Search  # noqa: E402 - they need it, too
+from search.store import StudyStore  # noqa: E402
 
 
 class Killed(BaseException):

@@ -248,8 +248,7 @@ class TorchGradientExchange:
         dtypes = {sum_dtype(each.dtype) for each in self._parameters} | set(sizes)
         device = self._parameters[0].device
         self._groups: dict[Any, _Gradients] = {}
-        front = header_size + 1 + 2 * self._counts + len(self._parameters)
-        self._written = torch.zeros(front, dtype=torch.float64)
+        front = front_size = header_size + 1 + 2 * self._counts + len(self._parameters)
         # float64, where there is one, carries the header: its numbers are exact there.
         for dtype in sorted(dtypes, key=str, reverse=True):
             mine = [i for i, each in enumerate(self._parameters) if sum_dtype(each.dtype) == dtype]
@@ -258,8 +257,15 @@ class TorchGradientExchange:
             self._groups[dtype] = _Gradients(mine, flat, flat.tensor[front:changes])
             front = 0
         first = next(iter(self._groups.values())).flat.tensor
-        self._front = first[: len(self._written)]
+        self._front = first[:front_size]
         self._loss, self._unusual = first[header_size], first[header_size + 1]
+        # On the host the front is written in place: every small operation on tensors costs as much
+        # as all of this, right after a backward pass has emptied the caches.
+        self._on_host = device.type == "cpu"
+        self._written = (
+            self._front if self._on_host else torch.zeros(front_size, dtype=torch.float64)
+        )
+        self._numbers = self._written.numpy()
 
     def run(
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
@@ -267,26 +273,31 @@ class TorchGradientExchange:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
         grads = [each.grad if contribute else None for each in self._parameters]
         shards = self._buffers.shards if contribute else 0
-        self._written.numpy()[:] = [
+        loss, changes = self._buffers.loss.mine(contribute), self._buffers.changes(contribute)
+        usual = self._usual
+        if usual is not None and shards != 1:
+            usual = usual * shards
+        is_usual = self._on_host and usual is not None and torch.equal(changes[torch.int64], usual)
+        self._numbers[:] = [
             *header,
-            0.0,
-            *([1.0, shards] if self._counts else ()),
+            float(loss) if self._on_host else 0.0,
+            *([float(not is_usual), shards] if self._counts else ()),
             *[float(grad is not None) for grad in grads],
         ]
-        self._front.copy_(self._written)
-        self._loss.copy_(self._buffers.loss.mine(contribute))
-        changes = self._buffers.changes(contribute)
+        if not self._on_host:
+            self._front.copy_(self._written)
+            self._loss.copy_(loss)
+            if usual is not None:
+                self._unusual.copy_((changes[torch.int64] != usual).any())
         with torch.no_grad():
             for dtype, each in self._groups.items():
                 if each.changes.numel():
                     each.changes.copy_(changes[dtype])
                 each.gather([grads[index] for index in each.indices])
-        if self._usual is not None:
-            self._unusual.copy_((changes[torch.int64] != self._usual * shards).any())
         for each in self._groups.values():
             reduce(each.flat.tensor)
         self._buffers.loss.value = self._loss.clone()
-        found: list[float] = self._front.tolist()
+        found: list[float] = (self._numbers if self._on_host else self._front).tolist()
         after = self._header_size + 1
         self._sums = None
         if self._counts:

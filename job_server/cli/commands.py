@@ -32,6 +32,7 @@ from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
 from job_server.sharing.explain import explain
+from job_server.sharing.what_if import hindsight, what_if
 
 POLL_S = 30.0
 _LINES_S, _LIVE_S = 10.0, 2.0  # how often `edl top` looks, unless told otherwise
@@ -140,6 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
     pods.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
     resize = verb("resize", _resize, "Change the number of a job's pods.")
     resize.add_argument("job", metavar="JOB")
+    resize.add_argument(
+        "--dry_run", action="store_true", help="only say what it should bring and cost"
+    )
     resize.add_argument(
         "pods", type=_pods_or_auto, metavar="PODS|auto", help="auto: of teachers, by demand again"
     )
@@ -261,7 +265,11 @@ def _status(api: ApiClient, args: argparse.Namespace) -> None:
         return
     status = api.status(_job_id(api, args))
     if not args.follow:
-        print(json.dumps(wire.encode(status), indent=2) if args.json else _job_text(status))
+        print(
+            json.dumps(wire.encode(status), indent=2)
+            if args.json
+            else _job_text(status, api.health().now)
+        )
         return
     (_paint_changes if _is_painted(args) else _show_changes)(api, status, args)
 
@@ -306,7 +314,20 @@ def _pods(api: ApiClient, args: argparse.Namespace) -> None:
 
 
 def _resize(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.dry_run:
+        _show_what_if(api, args)
+        return
     _show(api.resize(args.job, args.pods, assume_dead=args.assume_dead), args)
+
+
+def _show_what_if(api: ApiClient, args: argparse.Namespace) -> None:
+    status = api.status(args.job)
+    if args.pods is None or status.teachers is not None:
+        raise ConfigError("--dry_run: only what a number of a training's pods brings is predicted")
+    spec = status.spec
+    wire.check_range("PODS", args.pods, spec.min_pods, spec.max_pods)
+    text = what_if(status, args.pods, api.health().now)
+    print(json.dumps({"job_id": args.job, "what_if": text}) if args.json else text)
 
 
 def _resume(api: ApiClient, args: argparse.Namespace) -> None:
@@ -595,7 +616,7 @@ def _teachers_table(status: wire.JobStatus) -> str:
     return table(("POD", "NODE", "SLOTS", "LISTENS ON", "PHASE", "LOG"), rows)
 
 
-def _job_text(status: wire.JobStatus) -> str:
+def _job_text(status: wire.JobStatus, now: float) -> str:
     facts = [
         ("job", status.job_id),
         ("state", f"{status.state.value}: {status.reason}"),
@@ -609,6 +630,8 @@ def _job_text(status: wire.JobStatus) -> str:
     ]  # fmt: skip
     if status.teachers is None:
         facts.append(("queued", ", ".join(status.queued_changes) or "-"))
+        if outcome := hindsight(status, now):
+            facts.append(("change", outcome))
     else:
         facts.append(("counted", f"{status.failures} failures, {status.preemptions} preemptions"))
     stages = [

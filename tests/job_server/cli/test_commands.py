@@ -179,6 +179,16 @@ def test_resize_changes_the_pods(run):
     assert "4 pods" in out
 
 
+def test_a_dry_run_changes_nothing_and_refuses_what_a_resize_refuses(run):
+    before = run("pods", "default_job")[1]
+    code, out = run("resize", "default_job", "2", "--dry_run")
+    assert code == 0
+    assert "nothing can be predicted yet" in out
+    assert run("pods", "default_job")[1] == before
+    for pods in ("4000", "auto"):
+        assert run("resize", "default_job", pods, "--dry_run")[0] != 0
+
+
 def test_a_job_is_submitted_from_file_and_flags_and_deleted(run, tmp_path):
     job = tmp_path / "job.yaml"
     job.write_text(

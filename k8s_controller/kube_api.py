@@ -31,7 +31,6 @@ _KINDS = {  # kind -> where its objects are
 }
 _LISTS = {
     "Pod": "/api/v1/pods",
-    "Node": "/api/v1/nodes",
     KIND: f"/apis/{GROUP}/{VERSION}/{PLURAL}",
 }
 

@@ -216,17 +216,19 @@ class _Pass:
             self.steps.append(RemoveTrainingJob())
 
     def _decide_number(self) -> None:
-        """Set `desired`: the user's number, or within the bounds what the autoscaler has chosen."""
-        before = self.status.desired
-        wanted = self.spec.replicas
-        if self.spec.autoscale:
-            wanted = self.spec.min_replicas if before is None else before
-        wanted = min(max(wanted, self.spec.min_replicas), self.spec.max_replicas)
+        """Set `desired`: the user's number, within what the training was begun with."""
+        before, wanted, server = self.status.desired, self.spec.replicas, self.seen.server
+        why = f"spec.replicas is {wanted}"
+        if server is not None and server.job is not None:
+            most = server.job.spec.max_pods
+            if wanted > most:
+                why += f", but the training was begun with at most {most}: give maxReplicas then"
+                wanted = most
         if before == wanted and self.status.scaled_at is not None:
             return
         self._set(desired=wanted, scaled_at=self.now)
         if before is not None and before != wanted:
-            self._say("Scaling", f"from {before} to {_pods(wanted)}: spec.replicas is {wanted}")
+            self._say("Scaling", f"from {before} to {_pods(wanted)}: {why}")
 
     def _read_server(self) -> None:
         """Enter what the job server says; end when its job has."""

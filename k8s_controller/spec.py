@@ -38,8 +38,6 @@ class TrainingJobSpec:
     min_replicas: int
     max_replicas: int
     template: Object  # a PodTemplateSpec
-    autoscale: bool = False
-    priority: int = 0
     slots_per_pod: int = 1
     has_gpus: bool = False
     suspend: bool = False
@@ -103,18 +101,12 @@ def parse(body: Object) -> TrainingJobSpec:
         raise SpecError(
             f"spec.maxReplicas: {highest} is less than spec.minReplicas, {lowest}; raise it"
         )
-    autoscale = _get(raw, "autoscale", bool, False)
-    if autoscale and replicas is not None:
-        raise SpecError(
-            f"spec.replicas: with spec.autoscale the controller chooses it; leave out {replicas}, "
-            "or autoscale"
-        )
     if replicas is not None and not lowest <= replicas <= highest:
         raise SpecError(
             f"spec.replicas: {replicas} is not between spec.minReplicas, {lowest}, and "
             f"spec.maxReplicas, {highest}; change one of them"
         )
-    default = lowest if autoscale or "maxReplicas" not in raw else highest
+    default = highest if "maxReplicas" in raw else lowest
     template = _template(_get(raw, "template", dict, None))
     gpus = _gpus(_container(template["spec"]))
     server: Object = _get(raw, "server", dict, {})
@@ -124,8 +116,6 @@ def parse(body: Object) -> TrainingJobSpec:
         min_replicas=lowest,
         max_replicas=highest,
         template=template,
-        autoscale=autoscale,
-        priority=_int(raw, "priority", 0, -1000, 1000),
         slots_per_pod=_int(raw, "slotsPerPod", gpus or 1, 1, 64),
         has_gpus=gpus > 0,
         suspend=_get(raw, "suspend", bool, False),

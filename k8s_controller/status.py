@@ -42,7 +42,6 @@ _TIMES = {  # field here -> field of the object
     "started_at": "startTime",
     "completed_at": "completionTime",
     "scaled_at": "scaleStartedAt",
-    "grow_after": "growAfter",
     "pod_failed_at": "podFailedAt",
     "pause_asked_at": "pauseAskedAt",
     "suspended_at": "suspendedAt",
@@ -61,7 +60,6 @@ _PLAIN = {
     "failures": "failures",
     "job_state": "jobState",
     "reason": "reason",
-    "autoscale_reason": "autoscaleReason",
     "saved_path": "savedPath",
     "suspended_s": "suspendedSeconds",
     "pod_failures": "podFailures",
@@ -88,11 +86,9 @@ class TrainingJobStatus:
     failures: int = 0
     job_state: str = ""  # of the job server
     reason: str = ""
-    autoscale_reason: str = ""
     saved_path: str = ""  # where the last pause or end wrote the state
     # The controller's memory, so that another one goes on where it was.
     scaled_at: float | None = None  # when `desired` last changed, or pods last came
-    grow_after: float | None = None  # the autoscaler does not make it larger before
     pod_failures: int = 0  # pods that have ended by themselves since it last trained
     pod_failed_at: float | None = None
     pause_asked_at: float | None = None

@@ -271,6 +271,14 @@ def test_every_decision_about_the_number_of_pods_is_told_with_its_reason():
     assert Notice("Scaling", "from 5 to 3 pods: spec.replicas is 3") in outcome.notices
 
 
+def test_a_job_does_not_get_more_pods_than_it_was_begun_with():
+    seen = running(parsed(replicas=2), [pod(0), pod(1)])
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW)
+    outcome = look(parsed(replicas=4), seen, status)  # maxReplicas was never given
+    assert (outcome.steps, outcome.status.desired) == ((), 2)
+    assert "begun with at most 2: give maxReplicas" in outcome.notices[0].message
+
+
 def test_a_status_survives_being_written_and_read():
     spec = parsed(replicas=2)
     status = look(spec, running(spec, [pod(0), pod(1)])).status

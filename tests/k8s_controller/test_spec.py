@@ -16,9 +16,6 @@ from tests.k8s_controller.jobs import parsed, training_job
         pytest.param({"maxReplicas": 5}, (5, 1, 5), id="as many as it may have"),
         pytest.param({"minReplicas": 2}, (2, 2, 2), id="the least alone is all"),
         pytest.param({"minReplicas": 2, "maxReplicas": 5, "replicas": 3}, (3, 2, 5), id="all"),
-        pytest.param(
-            {"minReplicas": 2, "maxReplicas": 5, "autoscale": True}, (2, 2, 5), id="autoscale"
-        ),
     ],
 )
 def test_numbers_of_pods_follow_from_those_that_are_given(fields: dict[str, Any], expected):
@@ -31,7 +28,6 @@ def test_numbers_of_pods_follow_from_those_that_are_given(fields: dict[str, Any]
     [
         ({"minReplicas": 3, "maxReplicas": 2}, "spec.maxReplicas"),
         ({"replicas": 6, "maxReplicas": 5}, "spec.replicas"),
-        ({"replicas": 2, "autoscale": True}, "spec.replicas"),
         ({"replicas": "2"}, "spec.replicas"),
         ({"replicas": True}, "spec.replicas"),
         ({"minReplicas": 0}, "spec.minReplicas"),

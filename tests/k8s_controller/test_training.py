@@ -20,7 +20,6 @@ DEFINITION = ROOT / "manifests" / "crd.yaml"
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is missing"),
-    pytest.mark.skipif(not DEFINITION.exists(), reason="the definition of TrainingJobs is missing"),
 ]
 
 

@@ -20,6 +20,8 @@ from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
 from pod_runtime.trainer.frameworks.unowned import sparse_gradient
 
+_EXACT = 2**53  # up to which float64 has every whole number
+
 
 class ShardBuffers:
     """Keeps the loss, batch-norm statistics and other buffers of a step's shards.
@@ -225,6 +227,7 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
             raise UsageError(sparse_gradient(f"{name}.weight"))
+    merged = model.state_dict()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor._is_initialized():
             raise UsageError(
@@ -235,6 +238,12 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             raise UsageError(
                 f"model: {name} is {dtype_name(tensor)}, which is not summed over trainers; keep "
                 f"it as real numbers: paddle.as_real, and paddle.as_complex where it is used"
+            )
+        if name in merged and _is_beyond_float64(tensor):
+            raise UsageError(
+                f"model: {name} has whole numbers beyond 2**53, which are rounded where buffers "
+                f"are merged; what does not change needs no place in the state: "
+                f"register_buffer(..., persistable=False)"
             )
     trained = [each for each in model.parameters() if not each.stop_gradient]
     if not trained:
@@ -249,6 +258,12 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
     return owned
+
+
+def _is_beyond_float64(tensor: Any) -> bool:
+    if dtype_name(tensor) != "int64" or not tensor.size:
+        return False
+    return bool(tensor.max() > _EXACT) or bool(tensor.min() < -_EXACT)
 
 
 def running_statistics(model: Any) -> list[Any]:

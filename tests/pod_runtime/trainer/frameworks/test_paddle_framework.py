@@ -404,6 +404,22 @@ def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
     assert [layer.training for layer in model] == [True, False, True, True]
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60) - 1])
+def test_a_buffer_whose_numbers_would_be_rounded_is_refused_unless_it_is_no_part_of_the_state(
+    number: int,
+):
+    def of_one(*, persistable: bool) -> Framework:
+        model = nn.Linear(2, 1)
+        factors = paddle.to_tensor([3, number], dtype="int64")
+        model.register_buffer("factors", factors, persistable=persistable)
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        return paddle_framework(model, optimizer, header_size=HEADER)
+
+    of_one(persistable=False)
+    with pytest.raises(UsageError, match=r"factors has whole numbers beyond 2\*\*53.*persistable"):
+        of_one(persistable=True)
+
+
 def test_a_state_of_another_model_is_refused_before_anything_changes():
     framework, model, _optimizer, _scheduler = make("momentum")
     step(framework, model, 1)

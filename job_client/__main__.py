@@ -17,7 +17,7 @@ from pathlib import Path
 from job_client import ports
 from job_client.agent import Agent, install_signals
 from job_client.client_dir import ClientDir
-from job_client.config import ClientConfig
+from job_client.config import KEEP_FOLDERS, ClientConfig
 from job_client.devices.gpus import find_inventory
 from job_client.errors import JobClientError, SetupError
 from job_server.api.api_client import ApiClient, server_url
@@ -65,6 +65,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         log_dir=cwd / args.log_dir,
         log_level=args.log_level,
         pod_path=cwd / args.pod_path,
+        keep_folders=_keep_folders(args.keep_folders),
         server_url=url,
         environ=dict(environ),
         script=args.script,
@@ -96,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", default="pod_log", help="logs, and what a restarted client needs")
     add("--package_sh", help="makes pod_path/ID when run with `-pod_id ID`; default: none")
     add("--pod_path", default="./edl_pods", help="where each pod gets a folder, named by its id")
+    add(
+        "--keep_folders",
+        type=int,
+        default=KEEP_FOLDERS,
+        metavar="N",
+        help=f"so many pods that are over stay in LOG_DIR, with logs ({KEEP_FOLDERS}); 0: all",
+    )
     add("--jobs_dir", help="run jobs by name: its subfolders with a train.sh")
     add("--cpu_slots", type=int, help="CPU slots, also where there are GPUs")
     low, high = ports.blocks(ports.ephemeral_range())[0]
@@ -126,6 +134,12 @@ def _server_url(text: str | None) -> str:
         return server_url(text or DEFAULT_SERVER)
     except ValueError as error:
         raise SetupError(f"--job_server: {error}") from None
+
+
+def _keep_folders(number: int) -> int:
+    if number < 0:
+        raise SetupError(f"--keep_folders: expected at least 0, got {number}")
+    return number
 
 
 def _job_id(environ: Mapping[str, str]) -> str | None:

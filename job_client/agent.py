@@ -273,6 +273,7 @@ class Agent:
             return TICK_S
         for pod in pods.values():
             pod.keep_folder()
+            pod.keep_log_short()
         wait_s = TICK_S if limit_s is None else min(TICK_S, limit_s - silent_s)
         if plan is None:
             return wait_s
@@ -301,6 +302,11 @@ class Agent:
         with self._lock:
             pod = self._pods.pop(key)
         pod.release(reason)
+        if self._config.keep_folders:
+            try:
+                pod_folder.drop_oldest(self._pods_dir, self._config.keep_folders)
+            except OSError as error:  # in use, or the disk is in trouble: tried at the next end
+                logger.warning("a folder of an old pod stays: %s", error)
 
     def _fence(self, pods: dict[PodKey, PodSupervisor], limit_s: float) -> None:
         """Stop all pods: from now on the server may start the same work elsewhere."""

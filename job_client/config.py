@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+KEEP_FOLDERS = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
@@ -21,6 +23,7 @@ class ClientConfig:
     package_sh: Path | None = None  # None: the client makes the pod's folder itself
     jobs_dir: Path | None = None  # None: a script was given
     pod_path: Path  # pods' own folders are made here
+    keep_folders: int = KEEP_FOLDERS  # of pods that are over, in log_dir; 0: all
     environ: Mapping[str, str]  # what pods start from
 
     # The server

@@ -23,7 +23,7 @@ from pod_runtime.env import JOB_ARGS, TASK_TOKEN, EnvError, PodEnv, checkpoint_p
 from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.loop import Launcher
 from pod_runtime.launcher.segments import highest_stage
-from pod_runtime.launcher.trainer_pool import LaunchConfig
+from pod_runtime.launcher.trainer_pool import KEEP_LOGS, LaunchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="",
         metavar="MODULE,...",
         help="installed modules that warm spares import besides the trainers' framework",
+    )
+    parser.add_argument(
+        "--keep_logs",
+        type=int,
+        default=KEEP_LOGS,
+        metavar="STAGES",
+        help=f"how many newest stages' trainer logs stay ({KEEP_LOGS}); 0: all. "
+        "What was written within a day stays as well",
     )
     parser.add_argument("script", help="training script; arguments after it are the script's")
     parser.add_argument("args", nargs=argparse.REMAINDER)
@@ -96,6 +104,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         stream=sys.stderr,
     )
     try:
+        if args.keep_logs < 0:
+            raise LaunchError(f"--keep_logs: expected a number of stages, got {args.keep_logs}", 2)
         script = find_script(args.script)
         if not environ.get("PADDLE_JOBSERVER"):
             return _run_alone(args)
@@ -110,6 +120,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             run_dir=(args.run_dir or args.log_dir / "run").absolute(),
             highest_stage=highest_stage(checkpoint) if checkpoint is not None else 0,
             preload=tuple(name for name in args.preload.split(",") if name),
+            keep_logs=args.keep_logs,
         )
         connect = functools.partial(ApiClient, pod_env.job_server, token)
         try:

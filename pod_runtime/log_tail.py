@@ -1,19 +1,24 @@
-"""Read the end of a log. Standard library only."""
+"""Read the end of a log, and keep a log bounded. Standard library only."""
 
 import os
+import shutil
 from pathlib import Path
 
 TAIL_BYTES = 16384
+LOG_BYTES = 100_000_000  # a longer log is cut; as much is kept beside it
 LINES = 20
 LINE_CHARS = 500
 
 
 def read_tail(path: Path, start: int = 0) -> list[str]:
-    """Return the last lines of a log, from byte `start` on at most; [] if it cannot be read."""
+    """Return the last lines of a log, from byte `start` on at most; [] if it cannot be read.
+
+    A log that is shorter has been cut since `start` was noted: it is read from its beginning.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - TAIL_BYTES))
+            file.seek(max(start if start <= size else 0, size - TAIL_BYTES))
             data = file.read()
     except OSError:
         return []
@@ -24,3 +29,23 @@ def last_lines(log: Path) -> tuple[str, ...]:
     """Return the last lines that are not blank, shortened, to show why a script ended."""
     lines = [line[:LINE_CHARS] for line in read_tail(log) if line.strip()]
     return tuple(lines[-LINES:])
+
+
+def cut_log(path: Path, limit: int = LOG_BYTES) -> bool:
+    """Move what a log of more than `limit` bytes holds to PATH.1; return whether it was so long.
+
+    Its writers append, and go on at its new beginning. What they write in the moment between the
+    copy's end and the cut is lost, as with logrotate's `copytruncate`.
+
+    Raises:
+        OSError: the disk is full, say; the log is as it was.
+    """
+    if path.stat().st_size <= limit:
+        return False
+    older = path.with_name(path.name + ".1")
+    with path.open("rb+") as log, older.open("wb") as copy:
+        shutil.copyfileobj(log, copy, 1 << 20)
+        copy.flush()
+        shutil.copyfileobj(log, copy)  # what was written meanwhile
+        log.truncate(0)
+    return True

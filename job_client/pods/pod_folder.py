@@ -10,6 +10,7 @@ A client may have been killed at any moment, so a folder's meaning depends on it
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,18 @@ def release(folder: Path) -> None:
         (folder / "sock").unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s: cannot be marked as released: %s", folder, error)
+
+
+def drop_oldest(pods_dir: Path, keep: int) -> None:
+    """Delete the folders, with their logs, of all but the `keep` pods that were released last.
+
+    One that says where the pod's state was written stays.
+    """
+    marks = [*pods_dir.glob("*/released"), *pods_dir.glob("*/*/released")]
+    old = sorted(marks, key=lambda mark: mark.stat().st_mtime)[: max(0, len(marks) - keep)]
+    for folder in [mark.parent for mark in old]:
+        if not (folder / "saved.json").exists():
+            shutil.rmtree(folder)
 
 
 def find(pods_dir: Path) -> Iterator[tuple[Path, NodePod]]:

@@ -4,6 +4,7 @@ Each pod has a thread that waits. All other calls return at once, so no pod wait
 pods do not depend on the life of the client.
 """
 
+import contextlib
 import logging
 import signal
 import threading
@@ -30,7 +31,7 @@ from job_server.api.wire import (
     SnapshotRef,
 )
 from pod_runtime import env, processes, shim_wire
-from pod_runtime.log_tail import last_lines
+from pod_runtime.log_tail import cut_log, last_lines
 from pod_runtime.orphans import KILL_WAIT_S, noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
 from pod_runtime.shim_wire import PodExit, ShimError
@@ -303,6 +304,11 @@ class PodSupervisor:
             logger.error("pod %s: %s", self.spec.pod_id, error)
             return
         processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
+
+    def keep_log_short(self) -> None:
+        """Cut the pod's log where it has become too long; its writers go on."""
+        with contextlib.suppress(OSError):  # gone, or the disk is full: tried again
+            cut_log(self.folder / "log")
 
     # --- its thread
 

@@ -1,6 +1,7 @@
 """Show the trainers' logs on the launcher's standard output, each line with its rank.
 
 A thread reads the files: when our output is not read, the thread waits and the launcher does not.
+It cuts a log that has become too long, since it knows how far it has read.
 """
 
 import sys
@@ -8,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pod_runtime.log_tail import LOG_BYTES, cut_log
 
 _LOOK_EVERY_S = 0.1
 _AGAIN_S = 1.0  # after output that could not be written
@@ -27,7 +30,9 @@ class _Tail:
 class Console:
     """Follows log files; `follow` and `finish` may be called by any one thread."""
 
-    def __init__(self, output: BinaryIO | None = None) -> None:
+    def __init__(self, output: BinaryIO | None = None, *, longest: int = LOG_BYTES) -> None:
+        """`longest`: bytes of a log that is cut, once they have been shown."""
+        self._longest = longest
         # Unbuffered: after a full disk it is known what was written.
         buffer: Any = sys.stdout.buffer
         self._output: Any = output if output is not None else getattr(buffer, "raw", buffer)
@@ -81,15 +86,21 @@ class Console:
 
     def _show(self, tail: _Tail, to_the_end: bool) -> None:
         try:
-            with tail.path.open("rb") as file:
-                file.seek(tail.offset)
-                while chunk := file.read(_CHUNK_BYTES):
-                    tail.offset += len(chunk)
-                    self._write(tail, tail.partial + chunk)
+            self._show_file(tail, tail.path)
+            if tail.offset > self._longest and cut_log(tail.path, self._longest):
+                self._show_file(tail, tail.path.with_name(tail.path.name + ".1"))
+                tail.offset = 0
         except FileNotFoundError:
             return
         if to_the_end and tail.partial:
             self._write(tail, tail.partial + b"\n")
+
+    def _show_file(self, tail: _Tail, path: Path) -> None:
+        with path.open("rb") as file:
+            file.seek(tail.offset)
+            while chunk := file.read(_CHUNK_BYTES):
+                tail.offset += len(chunk)
+                self._write(tail, tail.partial + chunk)
 
     def _write(self, tail: _Tail, data: bytes) -> None:
         *lines, tail.partial = data.split(b"\n")

@@ -1,6 +1,9 @@
 """A launcher's trainers: start them, find them by pid, reap them and clean up after them."""
 
+import contextlib
+import re
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,9 @@ from pod_runtime.processes import read
 Name = tuple[Key, int]  # ((stage, attempt), rank)
 
 
+KEEP_LOGS = 200  # stages whose trainers' logs stay
+_LOG = re.compile(r"trainer_\d+\.stage_(\d+)\.log(\.1)?")
+_DAY_S = 86400.0
 _LOOP = "pod_runtime.trainer.elastic"
 _USUAL_ADAPTER = "pod_runtime.trainer.frameworks.paddle.framework"  # until a trainer has said which
 
@@ -32,6 +38,7 @@ class LaunchConfig:
     highest_stage: int = 0  # in the checkpoint path; 0: none, or not known
     console: bool = True  # show the trainers' output, prefixed
     preload: tuple[str, ...] = ()  # what spares import, besides EDL and the framework
+    keep_logs: int = KEEP_LOGS  # stages; 0: all
 
 
 class TrainerPool:
@@ -47,6 +54,7 @@ class TrainerPool:
         self.spares = Spares((), config.log_dir, config.command)
         self.preload_adapter(_USUAL_ADAPTER)
         self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
+        self._tidied = 0  # stage at whose start old logs were dropped
 
     def __iter__(self) -> Iterator[TrainerProcess]:
         return iter(list(self._trainers.values()))
@@ -57,6 +65,9 @@ class TrainerPool:
         Raises:
             SpawnError: it cannot be started.
         """
+        if self._config.keep_logs and plan.stage > self._tidied:
+            self._tidied = plan.stage
+            drop_old_logs(self._config.log_dir, plan.stage - self._config.keep_logs, time.time())
         mine = next((pod.addr for pod in plan.pods if pod.pod_id == self._env.pod_id), None)
         env = trainer_environment(
             self._environ,
@@ -161,3 +172,16 @@ class TrainerPool:
         """Show the last lines; wait no longer than `timeout_s` for a slow reader."""
         if self._console is not None:
             self._console.finish(timeout_s)
+
+
+def drop_old_logs(log_dir: Path, last: int, now: float) -> None:
+    """Delete trainers' logs of the stages up to `last`.
+
+    Those that were written within a day of `now` (seconds since 1970) stay: a trainer that goes on
+    into later stages, perhaps another launcher's, keeps the log of its first one.
+    """
+    with contextlib.suppress(OSError):  # what cannot be deleted now is tried at the next stage
+        for path in log_dir.iterdir():
+            named = _LOG.fullmatch(path.name)
+            if named and int(named[1]) <= last and path.stat().st_mtime < now - _DAY_S:
+                path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Show the trainers' output in `edl run`: line by line, and the same traceback only once."""
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,8 @@ class TrainerOutput:
     def _show_log(self, path: Path, log: _Log, last: bool) -> None:
         try:
             with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < log.offset:  # it has been cut
+                    log.offset = 0
                 file.seek(log.offset)
                 added = file.read()
         except OSError:

@@ -328,6 +328,20 @@ def test_a_pod_id_may_be_used_again_after_its_pod_was_released(start_client, ser
     assert (tmp_path / "log" / "pods" / "pod_0_0" / "log").read_text() == "hello\n"
 
 
+def test_of_pods_that_are_over_the_newest_keep_their_folders(start_client, server, tmp_path):
+    start_client("echo hello", keep_folders=2)
+    folders = tmp_path / "log" / "pods"
+    for number in range(4):
+        wanted = pod(f"pod_{number}_0")
+        server.want_until(PodPhase.EXITED, wanted)
+        server.want()
+        wait_until(lambda name=wanted.pod_id: server.state(name) is None)
+        if number == 0:  # where its newest state lies is known nowhere else
+            (folders / "pod_0_0" / "saved.json").write_text("{}")
+    left = ["pod_0_0", "pod_2_0", "pod_3_0"]
+    wait_until(lambda: sorted(path.name for path in folders.iterdir()) == left)
+
+
 def test_a_client_with_kept_pods_leaves_them_to_its_successor(start_client, server, tmp_path):
     first = start_client()
     server.want_until(PodPhase.RUNNING, pod())

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pod_runtime import processes
 from pod_runtime.errors import SpawnError
 from pod_runtime.launcher.console import Console
 from pod_runtime.launcher.segments import highest_stage
+from pod_runtime.launcher.trainer_pool import drop_old_logs
 from pod_runtime.launcher.trainers import (
     TrainerProcess,
     essence,
@@ -174,6 +176,43 @@ def test_the_console_shows_whole_lines_with_their_rank(tmp_path):
     console.ended(log)
     console.finish(10)
     assert output.getvalue() == b"[rank 3] one\n[rank 3] two \xff\n[rank 3] last\n"
+
+
+def test_a_log_that_has_become_too_long_is_cut_and_every_line_shown_once(tmp_path):
+    output = io.BytesIO()
+    console = Console(output, longest=100)
+    log = tmp_path / "log"
+    lines = b"".join(b"line %d\n" % number for number in range(100))
+    with log.open("ab", buffering=0) as writer:
+        console.follow(log, 0, 0)
+        for start in range(0, len(lines), 70):
+            writer.write(lines[start : start + 70])
+            if start // 70 % 3 == 0:
+                wait_until(lambda: log.stat().st_size <= 100)
+    console.ended(log)
+    console.finish(10)
+    assert output.getvalue().replace(b"[rank 0] ", b"") == lines
+    assert log.stat().st_size <= 210
+
+
+def test_logs_of_stages_long_past_are_dropped_unless_somebody_still_writes_there(tmp_path):
+    now = time.time()
+    for stage in range(1, 7):
+        path = tmp_path / f"trainer_0.stage_{stage}.log"
+        path.touch()
+        os.utime(path, (0, now - 90_000))
+    (tmp_path / "trainer_1.stage_1.log").touch()  # of a trainer that has stayed
+    for name in ("trainer_0.stage_2.log.1", "spares.log", "trainer_0.stage_1.txt"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    drop_old_logs(tmp_path, 4, now)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "spares.log",
+        "trainer_0.stage_1.txt",
+        "trainer_0.stage_5.log",
+        "trainer_0.stage_6.log",
+        "trainer_1.stage_1.log",
+    ]
 
 
 def test_a_console_that_nobody_reads_does_not_stop_the_launcher(tmp_path):

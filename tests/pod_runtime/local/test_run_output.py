@@ -63,6 +63,14 @@ def test_lines_are_shown_with_their_rank_when_they_are_whole(shown):
     assert shown.new(last=True) == ""
 
 
+def test_a_log_that_was_cut_is_shown_from_its_new_beginning(shown):
+    path = shown.write(0, "one\ntwo\n")
+    assert shown.new() == "one\ntwo\n"
+    path.write_text("")
+    shown.write(0, "six\n")
+    assert shown.new() == "six\n"
+
+
 def test_a_trainer_that_stays_for_many_stages_is_still_heard(shown):
     shown.write(0, "one\n")
     for stage in range(2, 30):

@@ -7,6 +7,7 @@ import os
 import sys
 
 _COMMANDS = "job_server.cli.commands"
+_KUBERNETES = "k8s_controller.collector"  # of `edl top --kubernetes`
 
 # verb: (module, what it does). The module of the commands gets the verb as well.
 VERBS: dict[str, tuple[str, str]] = {
@@ -64,6 +65,15 @@ def main(argv: list[str] | None = None) -> int:
     module = VERBS[verb][0]
     if verb == "server" and argv is None:  # gevent has to come before what is imported by now
         os.execv(sys.executable, [sys.executable, "-m", "job_server", *rest])
+    if verb == "top" and "--kubernetes" in rest:
+        if importlib.util.find_spec("kubernetes") is None:
+            print(
+                "edl top --kubernetes: the client of Kubernetes is not here; "
+                "pip install 'edl[kubernetes]'",
+                file=sys.stderr,
+            )
+            return 2
+        module, rest = _KUBERNETES, [each for each in rest if each != "--kubernetes"]
     program = importlib.import_module(module)
     code = program.main([verb, *rest] if module == _COMMANDS else rest)
     return int(code)

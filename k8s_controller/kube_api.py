@@ -31,6 +31,7 @@ _KINDS = {  # kind -> where its objects are
 }
 _LISTS = {
     "Pod": "/api/v1/pods",
+    "Node": "/api/v1/nodes",  # of the collector
     KIND: f"/apis/{GROUP}/{VERSION}/{PLURAL}",
 }
 

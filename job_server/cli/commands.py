@@ -196,6 +196,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--interval_s", type=float, metavar="S", help="between looks (2; of lines and JSON 10)"
     )
     top.add_argument("--count", type=int, metavar="N", help="end after so many looks")
+    top.add_argument(
+        "--kubernetes", action="store_true",
+        help="TrainingJobs of a cluster instead: `edl top --kubernetes --help`",
+    )  # fmt: skip
     task_queues.add_arguments(
         verb("tasks", task_queues.run, "Show how far the task queues of data are, or one in full.")
     )
@@ -474,6 +478,8 @@ def _explain(api: ApiClient, args: argparse.Namespace) -> None:
 
 def _top(api: ApiClient, args: argparse.Namespace) -> None:
     """Show the cluster until Ctrl-C, or as often as is asked for."""
+    if args.kubernetes:
+        raise ConfigError("--kubernetes: asks no job server; call `edl top --kubernetes`")
     if args.interval_s is not None:
         wire.check_range("--interval_s", args.interval_s, 0.1, 86400)
     if args.count is not None:

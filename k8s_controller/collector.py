@@ -1,0 +1,149 @@
+"""What runs on a cluster of Kubernetes: for `edl top --kubernetes`. Also a program:
+
+    python -m k8s_controller.collector --count 1
+
+It asks the cluster of your kubeconfig, and needs to list TrainingJobs, pods and nodes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+
+from kubernetes.config import ConfigException
+from urllib3.exceptions import HTTPError
+
+from job_server.api.command_line import OptionParser
+from job_server.api.wire import WireError, check_range
+from job_server.cli.collector import ClusterLoad, load_json, load_line
+from k8s_controller.kube_api import KubeApi, KubeError, load_config
+from k8s_controller.spec import GPU, KIND, Object, SpecError, parse
+
+_UNITS = {
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
+}  # fmt: skip
+
+
+def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Object]) -> ClusterLoad:
+    """Return what runs, from what the API server lists.
+
+    CPUs and GPUs are what running pods, anybody's, have asked for, as parts of what nodes have.
+    """
+    live = [job for job in jobs if not _has_ended(job)]
+    running = tuple((_name(job, live), _trainers(job)) for job in live)
+    held = [each for pod in pods if _is_running(pod) for each in pod["spec"]["containers"]]
+    have = [node.get("status", {}).get("allocatable", {}) for node in nodes]
+    return ClusterLoad(
+        submitted=len(live),
+        pending=sum(count == 0 for _, count in running),
+        running=running,
+        cpu=_part(held, have, "cpu"),
+        gpu=_part(held, have, GPU),
+    )
+
+
+def quantity(text: object) -> float:
+    """Return the number that a quantity is: `500m` is 0.5.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = str(text).rstrip("numkKMGTPi")
+    unit = str(text)[len(digits) :]
+    if unit and unit not in _UNITS:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(digits) * _UNITS.get(unit, 1)
+
+
+def _has_ended(job: Object) -> bool:
+    return any(
+        each["type"] in ("Complete", "Failed") and each["status"] == "True"
+        for each in (job.get("status") or {}).get("conditions") or ()
+    )
+
+
+def _name(job: Object, jobs: Iterable[Object]) -> str:
+    """Return a job's name, with its namespace where another one has the same."""
+    meta = job["metadata"]
+    same = [each for each in jobs if each["metadata"]["name"] == meta["name"]]
+    return str(meta["name"] if len(same) == 1 else f"{meta['namespace']}/{meta['name']}")
+
+
+def _trainers(job: Object) -> int:
+    pods = int((job.get("status") or {}).get("trainingReplicas") or 0)
+    try:
+        return pods * parse(job).slots_per_pod
+    except SpecError:  # it can have no pods
+        return 0
+
+
+def _is_running(pod: Object) -> bool:
+    return (pod.get("status") or {}).get("phase") == "Running"
+
+
+def _part(containers: Iterable[Object], have: Iterable[Object], name: str) -> float | None:
+    total = sum(quantity(each.get(name, 0)) for each in have)
+    asked = 0.0
+    for container in containers:
+        resources = container.get("resources") or {}
+        wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        asked += quantity(wanted.get(name, 0))
+    return asked / total if total else None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OptionParser(
+        prog="edl top --kubernetes",
+        description="Show what runs on the cluster of your kubeconfig, again and again.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--kubeconfig", help="default: the pod's account, else KUBECONFIG")
+    add("--namespace", help="TrainingJobs of this one only")
+    add("--interval_s", type=float, default=10.0, help="between two looks (default 10)")
+    add("--count", type=int, metavar="N", help="end after so many looks")
+    add("--json", action="store_true", help="print an object each time")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print lines until Ctrl-C; return the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        check_range("--interval_s", args.interval_s, 0.1, 86400)
+        if args.count is not None:
+            check_range("--count", args.count, 1, 1_000_000)
+        load_config(args.kubeconfig)
+        _show(KubeApi(), args)
+    except KeyboardInterrupt:
+        return 130
+    except ConfigException as error:
+        where = args.kubeconfig or "the usual places"
+        print(f"edl top --kubernetes: --kubeconfig: {where}: {error}; name a file", file=sys.stderr)
+        return 2
+    except (WireError, KubeError, HTTPError) as error:
+        print(f"edl top --kubernetes: {error}", file=sys.stderr)
+        return 2 if isinstance(error, WireError) else 1
+    return 0
+
+
+def _show(kube: KubeApi, args: argparse.Namespace) -> None:
+    if not args.json:
+        print(load_line(None))
+    shown = 0
+    while True:
+        load = load_of(
+            kube.list_all(KIND, args.namespace), kube.list_all("Pod"), kube.list_all("Node")
+        )
+        line = json.dumps(load_json(load, time.time())) if args.json else load_line(load)
+        print(line, flush=True)
+        shown += 1
+        if shown == args.count:
+            return
+        time.sleep(args.interval_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,6 +77,7 @@ def test_a_converted_model_can_be_converted_again_and_gets_new_aliases(paddle_fo
     assert read_config(tmp_path / SERVER_FILES[0]).feeds[0].alias == "second"
 
 
+@pytest.mark.full  # imports Paddle
 def test_a_layer_becomes_servable(tmp_path):
     paddle = pytest.importorskip("paddle")
     paddle.seed(5)

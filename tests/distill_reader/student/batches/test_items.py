@@ -139,6 +139,7 @@ def test_sent_fields_of_a_batch_must_be_equally_long():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "int64"])
+@pytest.mark.full  # imports Paddle
 def test_a_tensor_of_paddle_is_sent_by_its_values(dtype: str):
     paddle = pytest.importorskip("paddle")
     given = paddle.to_tensor([[1.0, -2.0, 0.5]]).astype(dtype)

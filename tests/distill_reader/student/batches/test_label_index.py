@@ -52,6 +52,7 @@ def test_different_samples_have_different_keys(pairs):
     assert len(set(mix(keys).tolist())) == len(pairs)
 
 
+@pytest.mark.full  # imports Paddle
 def test_ids_are_integers_or_texts_of_any_kind():
     paddle = pytest.importorskip("paddle")
     expected = make_keys(np.arange(3), None, 3)

@@ -64,7 +64,7 @@ class OptimizerState(Protocol):
     def tensors(self) -> list[tuple[str, Any]]:
         """Return its tensors, by "<parameter>.<what it is>"."""
 
-    def scalars(self, *, committed: bool) -> dict[str, Any]:
+    def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return learning rate, options and schedulers, as JSON types.
 
         `committed`: as they were noted, if they ever were.
@@ -178,11 +178,8 @@ class BaseState(ABC):
         for each in self._optimizers:
             each.note_committed()
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the plain part: of optimizer, traits, loss scaler and extra objects."""
-        return self._scalars(committed=True)
-
-    def _scalars(self, *, committed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"traits": self._traits.changed()}
         if len(self._optimizers) == 1:
             found |= self._optimizers[0].scalars(committed=committed)
@@ -212,7 +209,7 @@ class BaseState(ABC):
 
     def fingerprints(self, *, of_model: bool) -> dict[str, float]:
         """Return numbers that are the same on all ranks as long as their states are."""
-        plain = json.dumps([_rounded(each.scalars(committed=False)) for each in self._optimizers])
+        plain = json.dumps([_rounded(each.scalars()) for each in self._optimizers])
         found = {
             "optimizer: its learning rate or options, or a scheduler": float(
                 zlib.crc32(plain.encode())
@@ -357,7 +354,7 @@ class BaseState(ABC):
         return self._traits.modes_set(), self._without_modes() != self._watched
 
     def _without_modes(self) -> dict[str, Any]:
-        found = self._scalars(committed=False)
+        found = self.scalars()
         for values in found["traits"].values():
             values.pop("training", None)
         found["traits"] = {owner: values for owner, values in found["traits"].items() if values}

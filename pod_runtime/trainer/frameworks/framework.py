@@ -83,10 +83,11 @@ class FrameworkState(Protocol):
         `layout.ALIGN`, or the end.
         """
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return what else belongs to the state, as JSON types.
 
-        Learning rates and schedulers are those that were noted last, if they ever were.
+        `committed`: learning rates and schedulers are those that were noted last, if they ever
+        were.
         """
 
     def note_committed(self) -> None:

@@ -279,7 +279,7 @@ class NodeSnapshots:
         self._link.send(SegmentMade(stage=stage, size_bytes=size, digest=digest), (self.fd,))
 
     def _meta(self, layout: StateLayout) -> bytes:
-        scalars = json.dumps(self._state.scalars())
+        scalars = json.dumps(self._state.scalars(committed=True))
         return meta_bytes(self._progress.status_json(), scalars, layout, self._save_target)
 
 

@@ -90,7 +90,9 @@ class StateRestore:
         if source == self.rank and self.carried is not None:
             # A snapshot rather than the model itself: its script may have touched that since, as a
             # scheduler does at the end of an epoch.
-            held = self.carried.host_state() or own_state(self.state, self.carried.status)
+            held = self.carried.host_state() or own_state(
+                self.state, self.carried.status, committed=True
+            )
         return self._share(held, source)
 
     def _load_local(self, wanted: RestoreFrom) -> Restored:
@@ -266,10 +268,10 @@ def _newest_of(store: CheckpointStore) -> _Read:
     return read
 
 
-def own_state(state: FrameworkState, status: LoopStatus) -> HostState:
-    """Return this rank's state as it is now, in memory of its own."""
+def own_state(state: FrameworkState, status: LoopStatus, *, committed: bool = False) -> HostState:
+    """Return this rank's state in memory of its own: as it is now, or as committed (`scalars`)."""
     layout = state.layout()
     data = bytearray(layout.total_bytes)
     state.copy_out(memoryview(data))
-    scalars = json.loads(json.dumps(state.scalars()))
+    scalars = json.loads(json.dumps(state.scalars(committed=committed)))
     return HostState(status=status, scalars=scalars, layout=layout, data=memoryview(data))

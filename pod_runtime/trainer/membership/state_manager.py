@@ -383,7 +383,7 @@ class StateManager:
         self._state.copy_out(memoryview(buffer))
         return HostState(
             status=self._progress.status(),
-            scalars=self._state.scalars(),
+            scalars=self._state.scalars(committed=True),
             layout=layout,
             data=memoryview(buffer),
         )

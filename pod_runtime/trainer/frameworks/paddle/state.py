@@ -120,7 +120,7 @@ class PaddleOptimizer:
             return {"lr": float(self._optimizer.get_lr())}
         return {"lr_scheduler": scheduler.state_dict()}
 
-    def scalars(self, *, committed: bool) -> dict[str, Any]:
+    def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the scheduler's state or the learning rate, as JSON types."""
         found = (self._committed if committed else None) or self._now()
         return {"optimizer": self.kind} | {

@@ -114,7 +114,7 @@ class TorchOptimizer:
         groups = [dict(each) for each in self._optimizer.param_groups]
         return groups, [each.state_dict() for each in self._schedulers]
 
-    def scalars(self, *, committed: bool) -> dict[str, Any]:
+    def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return options, numbers and schedulers, as JSON types."""
         groups, schedulers = (self._committed if committed else None) or self._now()
         return {

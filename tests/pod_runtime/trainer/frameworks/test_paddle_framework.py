@@ -129,8 +129,6 @@ def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind):
         if scheduler is not None:
             scheduler.step(1.0)
             other_scheduler.step(1.0)
-        framework.state.note_committed()
-        other.state.note_committed()
     after = take(framework)
     assert bytes(take(other)[1]) == bytes(after[1])
     assert take(other)[2] == after[2]

@@ -578,13 +578,14 @@ def test_a_state_has_the_rates_of_the_last_commit_whatever_the_script_has_set_si
     training = Training("milestones")
     state = training.framework.state
     training.step(1)
-    committed, prints = state.scalars(), state.fingerprints(of_model=False)
+    committed, prints = state.scalars(committed=True), state.fingerprints(of_model=False)
     training.scheduler.step()
     training.optimizer.param_groups[0]["lr"] = 0.7
-    assert state.scalars() == committed
+    assert state.scalars(committed=True) == committed
+    assert state.scalars()["groups"][0]["lr"] == 0.7
     assert state.fingerprints(of_model=False) != prints, "what is compared is what is there now"
     state.note_committed()
-    assert state.scalars()["groups"][0]["lr"] == 0.7
+    assert state.scalars(committed=True)["groups"][0]["lr"] == 0.7
 
 
 def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():

@@ -321,7 +321,8 @@ def test_the_number_of_shards_is_measured_at_a_fresh_start_and_nothing_of_that_c
 ):
     job = launch(script, 3)
     job.min_trainers = 1
-    out = ("--out", str(job.folder), "--batch", "96")
+    # What the script sets above the first step is there after the measurement.
+    out = ("--out", str(job.folder), "--batch", "96", "--turn")
     stage = job.start(2, *out)
     stage.go()
     assert stage.codes() == [0, 0], stage.logs()
@@ -338,7 +339,7 @@ def test_the_number_of_shards_is_measured_at_a_fresh_start_and_nothing_of_that_c
     assert verify([str(job.run_dir)]) == 0
 
     alone = launch(script, 3, "alone")
-    arguments = ("--batch", "96", "--epochs", "4", "--shards", str(shards))
+    arguments = ("--batch", "96", "--epochs", "4", "--shards", str(shards), "--turn")
     expected = train_alone(alone, *arguments)
     found = dict(np.load(job.folder / "final.npz"))
     for tower in ("plain", "noisy", "unused"):

@@ -48,7 +48,8 @@ class Trained:
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
         target[start:stop] = bytes(len(target[start:stop]))
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self, *, committed: bool) -> dict[str, Any]:
+        assert committed, "the script may have set the rate for the next step"
         return {"lr": self.rate}
 
 

@@ -31,6 +31,7 @@ parser.add_argument("--asks", action="store_true", help="rank 1 asks for the num
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
+parser.add_argument("--turn", action="store_true", help="the schedule turns with each epoch, too")
 parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
 parser.add_argument("--all_reduce", default="flat")
 parser.add_argument("--twice", action="store_true", help="backward twice per shard")
@@ -96,6 +97,8 @@ ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
     model.train()
+    if args.turn:
+        scheduler.step()
     for step in epoch:
         for inputs, targets, index in step:
             plain, noisy = model(inputs)

@@ -30,6 +30,7 @@ parser.add_argument("--asks", action="store_true", help="rank 1 asks for the num
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
+parser.add_argument("--turn", action="store_true", help="the schedule turns with each epoch, too")
 parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
@@ -91,6 +92,8 @@ ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
     model.train()
+    if args.turn:
+        scheduler.step()
     for step in epoch:
         for inputs, targets, index in step:
             plain, noisy = model(inputs)

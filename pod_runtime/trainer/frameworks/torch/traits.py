@@ -15,6 +15,7 @@ from pod_runtime.trainer.frameworks.plain_values import is_plain
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.Optimizer([torch.zeros(0)], {}))) | {
     "_opt_called", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"
 }  # fmt: skip
+_PARTS = ("orig", "g", "v")  # of a weight, as spectral_norm, prune and weight_norm name them
 _WATCH = "train"  # an attribute that stands before the method while modes are watched
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -99,8 +100,8 @@ class TorchTraits(BaseTraits):
                 continue
             # Of parameters, as by weight_norm, or by the newest forward pass.
             is_computed = isinstance(value, torch.Tensor) and value.requires_grad
-            parts = (each for each in layer._parameters if each.startswith(f"{name}_"))
-            if not is_computed and not any(parts):
+            parts = {f"{name}_{part}" for part in _PARTS}
+            if not is_computed and parts.isdisjoint(layer._parameters):
                 yield name, value
 
     def _tensor_version(self, value: Any) -> Any:

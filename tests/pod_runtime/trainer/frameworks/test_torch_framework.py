@@ -574,6 +574,17 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
         assert traits.uncarried_changes() == []
 
 
+def test_a_tensor_of_a_layer_is_named_also_beside_a_parameter_whose_name_goes_on_from_its_own():
+    layer = nn.Linear(2, 2)
+    layer.mean, layer.mean_scale = torch.zeros(2), nn.Parameter(torch.ones(2))
+    traits = TorchTraits(layer)
+    assert traits.uncarried_changes() == []
+    layer.mean = torch.ones(2)
+    assert traits.uncarried_changes() == [
+        "mean of layer Linear, a tensor outside of its state_dict"
+    ]
+
+
 def test_a_state_has_the_rates_of_the_last_commit_whatever_the_script_has_set_since():
     training = Training("milestones")
     state = training.framework.state

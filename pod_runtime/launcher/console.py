@@ -4,6 +4,7 @@ A thread reads the files: when our output is not read, the thread waits and the 
 It cuts a log that has become too long, since it knows how far it has read.
 """
 
+import logging
 import sys
 import threading
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pod_runtime.log_tail import LOG_BYTES, cut_log
+
+logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.1
 _AGAIN_S = 1.0  # after output that could not be written
@@ -23,6 +26,7 @@ class _Tail:
     path: Path
     prefix: bytes
     offset: int
+    longest: int  # bytes; then the log is cut
     partial: bytes = b""
     over: bool = False  # the trainer has ended: nothing will be added
 
@@ -46,7 +50,7 @@ class Console:
     def follow(self, path: Path, rank: int, start: int) -> None:
         """Show what is written to `path` from byte `start` on."""
         with self._lock:
-            self._tails.append(_Tail(path, f"[rank {rank}] ".encode(), start))
+            self._tails.append(_Tail(path, f"[rank {rank}] ".encode(), start, self._longest))
 
     def ended(self, path: Path) -> None:
         """No more will be written to `path`; it is read to its end and then left."""
@@ -87,13 +91,23 @@ class Console:
     def _show(self, tail: _Tail, to_the_end: bool) -> None:
         try:
             self._show_file(tail, tail.path)
-            if tail.offset > self._longest and cut_log(tail.path, self._longest):
-                self._show_file(tail, tail.path.with_name(tail.path.name + ".1"))
-                tail.offset = 0
         except FileNotFoundError:
             return
+        if tail.offset > tail.longest:
+            self._cut(tail)
         if to_the_end and tail.partial:
             self._write(tail, tail.partial + b"\n")
+
+    def _cut(self, tail: _Tail) -> None:
+        try:
+            if not cut_log(tail.path, tail.longest):
+                return
+        except OSError as error:  # a full disk, perhaps; the other logs are shown meanwhile
+            tail.longest = tail.offset + self._longest
+            logger.warning("%s cannot be cut, it grows on: %s", tail.path, error)
+            return
+        self._show_file(tail, tail.path.with_name(tail.path.name + ".1"))
+        tail.offset, tail.longest = 0, self._longest
 
     def _show_file(self, tail: _Tail, path: Path) -> None:
         with path.open("rb") as file:

@@ -1,6 +1,7 @@
 """Starting trainers, what their logs say, what the console shows, and what dead ones leave."""
 
 import errno
+import functools
 import io
 import os
 import signal
@@ -193,6 +194,29 @@ def test_a_log_that_has_become_too_long_is_cut_and_every_line_shown_once(tmp_pat
     console.finish(10)
     assert output.getvalue().replace(b"[rank 0] ", b"") == lines
     assert log.stat().st_size <= 210
+
+
+def all_shown(output: io.BytesIO, *lines: bytes) -> bool:
+    return all(line in output.getvalue() for line in lines)
+
+
+def test_a_log_that_cannot_be_cut_grows_on_and_the_other_logs_are_shown(tmp_path):
+    output = io.BytesIO()
+    console = Console(output, longest=100)
+    logs = [tmp_path / f"log_{rank}" for rank in range(2)]
+    (tmp_path / "log_0.1").mkdir()  # where its first part should go
+    for rank, log in enumerate(logs):
+        console.follow(log, rank, 0)
+    for text in ("one", "two"):
+        for log in logs:
+            with log.open("a") as writer:
+                writer.write(f"{text} of {log.name}\n" + "x" * 60 + "\n")
+        lines = f"{text} of log_0".encode(), f"{text} of log_1".encode()
+        wait_until(functools.partial(all_shown, output, *lines))
+    console.finish(10)
+    assert output.getvalue().count(b"\n") == 8
+    assert logs[0].stat().st_size > 100
+    assert logs[1].stat().st_size == 0
 
 
 def test_logs_of_stages_long_past_are_dropped_unless_somebody_still_writes_there(tmp_path):

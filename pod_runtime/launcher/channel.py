@@ -26,9 +26,8 @@ class TrainerConnection:
         self._lines = LineSocket(connection)
         self.peer_pid = peer_pid
         self.open = True
-        self.page: memoryview[float] | None = (
-            None  # what it does (`activity`); None: it shows nothing
-        )
+        # What it does (`activity`); None: it shows nothing.
+        self.page: memoryview[float] | None = None
 
     def fileno(self) -> int:
         return self._lines.fileno()

@@ -64,6 +64,7 @@ class _StacksTaken:
     name: Name
     text: str
     silent_s: float
+    since: float  # as of `Seen`: another one now is a sign of life
     stacks: dict[int, stacks.Stacks]  # by rank
 
 
@@ -291,29 +292,34 @@ class Launcher:
             return
         for name, connection in list(self._connections.items()):
             trainer, run = self._pool.get(name), state.find_run(self._pod, name[0])
-            seen = None if connection.page is None else look(connection.page)
+            seen = self._seen(name)
             if trainer is None or run is None or run.ending or seen is None:
                 continue
-            process = read(trainer.pid)
+            process = read(connection.peer_pid)  # a script may start its Python as a child
             if process is None:
                 continue
             found = hangs.Look(
                 seen=seen,
                 cpu_s=process.cpu_s,
-                delayed_s=delayed_s(trainer.pid),
+                delayed_s=delayed_s(connection.peer_pid),
                 stopped=process.state == "T",
             )
             before = self._silences.get(trainer.pid)
             self._silences[trainer.pid], alarm = hangs.heed(before, found, now, limits, run.step_s)
             if alarm is not None:
                 self._paced[trainer.pid] = seen  # a hang is told by itself
-                self._heed_alarm(name, alarm)
+                self._heed_alarm(name, alarm, seen)
             pace = pace_between(name[1], self._paced.setdefault(trainer.pid, seen), seen)
             if pace is not None:
                 self._paced[trainer.pid] = seen
                 self._pod = state.paced(self._pod, name[0], pace)
 
-    def _heed_alarm(self, name: Name, alarm: hangs.Alarm) -> None:
+    def _seen(self, name: Name) -> Seen | None:
+        """Return what a trainer's page says. None: it has none."""
+        connection = self._connections.get(name)
+        return None if connection is None or connection.page is None else look(connection.page)
+
+    def _heed_alarm(self, name: Name, alarm: hangs.Alarm, seen: Seen) -> None:
         (key, rank), kills = name, self._pod.orders is not None and self._pod.orders.hang_kills
         if not alarm.silent_s:
             logger.info("stage %d: rank %d: %s", key[0], rank, alarm.text)
@@ -321,7 +327,7 @@ class Launcher:
                 self._pod, key, rank, state.TrainerHang(text=alarm.text, silent_s=0.0)
             )
         elif not alarm.act:
-            self._take_stacks(name, alarm.text, alarm.silent_s)
+            self._take_stacks(name, alarm.text, alarm.silent_s, seen)
         elif kills:
             logger.error("stage %d: rank %d is killed: %s", key[0], rank, alarm.text)
             self._pod = state.killed_as_hung(self._pod, key, rank, alarm.text, alarm.silent_s)
@@ -329,40 +335,42 @@ class Launcher:
 
     def _look_once_more(self, name: Name) -> None:
         """Say where a trainer hangs before it is ended: its peers may have given it up."""
-        connection, trainer = self._connections.get(name), self._pool.get(name)
-        seen = None if connection is None or connection.page is None else look(connection.page)
-        text = "" if seen is None else hangs.given_up(seen, time.monotonic())
+        trainer, seen, now = self._pool.get(name), self._seen(name), time.monotonic()
+        text = "" if seen is None else hangs.given_up(seen, now)
         if seen is None or trainer is None or not text:
             return
-        asked_from = stacks.log_size(trainer.log_path)
-        if not stacks.ask(trainer.pid):
-            return
-        target = stacks.HungProcess(
-            rank=trainer.rank, pid=trainer.pid, log_path=trainer.log_path, asked_from=asked_from
+        target = dataclasses.replace(
+            self._target(trainer), asked_from=stacks.log_size(trainer.log_path)
         )
-        self._gather(name, text, time.monotonic() - seen.since, [target])
+        if stacks.ask(target.pid):
+            self._gather(name, text, now - seen.since, seen, [target])
 
-    def _take_stacks(self, name: Name, text: str, silent_s: float) -> None:
+    def _target(self, trainer: TrainerProcess) -> stacks.HungProcess:
+        connection = self._connections.get((trainer.key, trainer.rank))
+        pid = trainer.pid if connection is None else connection.peer_pid
+        return stacks.HungProcess(
+            rank=trainer.rank,
+            pid=pid,
+            log_path=trainer.log_path,
+            children=tuple(sorted(trainer.children - {pid})),
+        )
+
+    def _take_stacks(self, name: Name, text: str, silent_s: float, seen: Seen) -> None:
         """Have the stacks of the pod's trainers of that stage taken, beside all else."""
         self._pool.note_children()
-        targets = [
-            stacks.HungProcess(
-                rank=each.rank,
-                pid=each.pid,
-                log_path=each.log_path,
-                children=tuple(sorted(each.children)),
-            )
-            for each in self._pool
-            if each.key == name[0]
-        ]
-        self._gather(name, text, silent_s, targets)
+        targets = [self._target(each) for each in self._pool if each.key == name[0]]
+        self._gather(name, text, silent_s, seen, targets)
 
     def _gather(
-        self, name: Name, text: str, silent_s: float, targets: list[stacks.HungProcess]
+        self, name: Name, text: str, silent_s: float, seen: Seen, targets: list[stacks.HungProcess]
     ) -> None:
         def work() -> None:
             found = {target.rank: stacks.take(target) for target in targets}
-            self._deliver(_StacksTaken(name=name, text=text, silent_s=silent_s, stacks=found))
+            self._deliver(
+                _StacksTaken(
+                    name=name, text=text, silent_s=silent_s, since=seen.since, stacks=found
+                )
+            )
 
         threading.Thread(target=work, name="stacks", daemon=True).start()
 
@@ -372,8 +380,12 @@ class Launcher:
         for each, found in sorted(taken.stacks.items()):
             for line in found.text.splitlines():
                 logger.error("rank %d: %s", each, line)
+        seen = self._seen(taken.name)
+        if seen is not None and seen.since != taken.since:
+            logger.info("stage %d: rank %d has gone on meanwhile", key[0], rank)
+            return
         mine = taken.stacks.get(rank)
-        where = "" if mine is None else f"at {mine.where}" if mine.where else mine.text
+        where = "" if mine is None else f"at {mine.where}" if mine.where else mine.unknown
         hang = state.TrainerHang(text=taken.text, silent_s=taken.silent_s, where=where)
         self._pod = state.hung(self._pod, key, rank, hang)
 
@@ -422,7 +434,7 @@ class Launcher:
                     self._segments.have_at_hand(plan)
             case decisions.SendSignal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
-                if signum is signal.SIGTERM:
+                if signum is signal.SIGTERM and self._pod.leaving is None:
                     self._look_once_more((key, rank))
                 self._pool.signal((key, rank), signum)
             case decisions.SendReport(report=report):

@@ -73,8 +73,9 @@ def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
         of_a_cut = (run.cut_id, report.step)
     elif run is not None and report.kind is ReportKind.PROGRESS:
         of_a_cut = (run.cut_id,)
-    if report.kind is ReportKind.HUNG:
-        return (report.kind, report.stage, report.rank, report.hung_s, report.reason)
+    elif run is not None and report.kind is ReportKind.HUNG:
+        news = next(t.hang_news for t in run.trainers if t.rank == report.rank)
+        return (report.kind, report.stage, report.attempt, report.rank, news)
     return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
 
 

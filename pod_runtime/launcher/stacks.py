@@ -29,10 +29,11 @@ _SPY_FRAME = re.compile(r"    (?P<name>.*) \((?P<file>[^()]*?)(?::(?P<line>\d+))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """The stacks of one process, or why there are none."""
+    """The stacks of a trainer and its children, or why there are none of the trainer."""
 
-    text: str  # of all threads, as lines; or why they are not known
+    text: str  # of all threads, as lines
     where: str = ""  # of the main thread, in short; "": not known
+    unknown: str = ""  # why the trainer's stacks are not known; "": they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def take(target: HungProcess) -> Stacks:
         if "most recent call first" in text:
             return Stacks(text=(theirs + text)[-_MAX_CHARS:], where=shown(frames(text)))
     found = _spy(target.pid)
-    return replace(found, text=f"{theirs}{found.text}")
+    return replace(found, text=f"{theirs}{found.text or found.unknown}")
 
 
 def log_size(path: Path) -> int:
@@ -117,17 +118,19 @@ def _spy(pid: int) -> Stacks:
     state = "is gone" if process is None else f"does not answer SIGQUIT (state {process.state})"
     program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
     if program is None:
-        return Stacks(text=f"process {pid} {state}; with py-spy installed its stacks were shown")
+        why = f"process {pid} {state}; with py-spy installed its stacks were shown"
+        return Stacks(text="", unknown=why)
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
             capture_output=True, text=True, timeout=_PY_SPY_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Stacks(text=f"process {pid} {state}; py-spy could not look: {error}")
+        return Stacks(text="", unknown=f"process {pid} {state}; py-spy could not look: {error}")
     if done.returncode:
         why = " ".join(done.stderr.split())[:300]
-        return Stacks(text=f"process {pid} {state}; py-spy could not look (no ptrace?): {why}")
+        why = f"process {pid} {state}; py-spy could not look (no ptrace?): {why}"
+        return Stacks(text="", unknown=why)
     return Stacks(text=done.stdout[:_MAX_CHARS], where=shown(frames(done.stdout, f"Thread {pid} ")))
 
 

@@ -77,6 +77,7 @@ class TrainerState:
     killed: bool = False
     error: TrainerError | None = None  # what it has raised; None: it reported nothing
     hang: TrainerHang | None = None  # the last; None: it has always given signs of life
+    hang_news: int = 0  # how often `hang` was set: each time it is reported
     pace: RankPace | None = None  # to be reported; None: nothing new
 
     @property
@@ -308,7 +309,7 @@ def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> Lau
     if run is None:
         return pod
     run = _with_trainer(run, rank, code=code)
-    trainer = next((t for t in run.trainers if t.rank == rank), None)
+    trainer = find_trainer(run, rank)
     error = None if trainer is None else trainer.error
     reason = reason if error is None else str(error)
     hung_s = 0.0
@@ -336,9 +337,12 @@ def _note_failure(run: StageRun, rank: int, *, peer_lost: bool = False, **fields
 
 
 def hung(pod: LauncherState, key: Key, rank: int, hang: TrainerHang) -> LauncherState:
-    """Trainer `rank` hangs, or does no more."""
+    """Trainer `rank` hangs, or does no more. Nothing is news of one that is killed for it."""
     run = find_run(pod, key)
-    return pod if run is None else _put(pod, _with_trainer(run, rank, hang=hang))
+    trainer = None if run is None else find_trainer(run, rank)
+    if run is None or trainer is None or (trainer.hang is not None and trainer.hang.killed):
+        return pod
+    return _put(pod, _with_trainer(run, rank, hang=hang, hang_news=trainer.hang_news + 1))
 
 
 def paced(pod: LauncherState, key: Key, pace: RankPace) -> LauncherState:
@@ -357,7 +361,7 @@ def killed_as_hung(
 ) -> LauncherState:
     """Trainer `rank` is killed, since it hangs for too long: its death is reported with that."""
     run = find_run(pod, key)
-    trainer = next((t for t in run.trainers if t.rank == rank), None) if run else None
+    trainer = None if run is None else find_trainer(run, rank)
     where = "" if trainer is None or trainer.hang is None else trainer.hang.where
     hang = TrainerHang(text=text, silent_s=silent_s, where=where, killed=True)
     return hung(pod, key, rank, hang)
@@ -466,6 +470,10 @@ def find_joining(pod: LauncherState, key: Key) -> StageRun | None:
 
 def find_run(pod: LauncherState, key: Key) -> StageRun | None:
     return next((run for run in pod.runs if run.key == key), None)
+
+
+def find_trainer(run: StageRun, rank: int) -> TrainerState | None:
+    return next((trainer for trainer in run.trainers if trainer.rank == rank), None)
 
 
 def _put(pod: LauncherState, run: StageRun) -> LauncherState:

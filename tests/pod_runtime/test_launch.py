@@ -402,6 +402,39 @@ def test_a_trainer_that_hangs_is_said_with_its_stack_and_killed_after_ten_times_
     assert len([each for each in server.told(ReportKind.HUNG) if each.hung_s]) >= 2
 
 
+def test_a_sign_of_life_counts_that_comes_before_the_stacks_of_all_trainers(
+    server, make_pod, tmp_path
+):
+    hold = tmp_path / "hold"
+    hold.touch()
+    server.hang_limits = HangLimits(step_s=0.4, steps=1, first_s=0.4)
+    pod = make_pod(slots=2)
+    pod.train("--hold", str(hold))
+    by_rank = {int(env["PADDLE_TRAINER_ID"]): pid for pid, env in pod.living().items()
+               if "EDL_STAGE" in env}  # fmt: skip
+    os.kill(by_rank[1], signal.SIGSTOP)  # until it is given up its stacks are waited for
+    wait_until(lambda: pod.log(0, 1).count("Current thread") == 2, what="both alarms")
+    hold.unlink()
+    failed = server.wait_told(ReportKind.FAILED)
+    assert failed.rank == 1
+    assert "rank 0 hangs" in pod.console()
+    told = [report.hung_s for report in server.told(ReportKind.HUNG) if report.rank == 0]
+    assert not told or not told[-1]
+
+
+def test_a_trainer_is_watched_that_its_script_has_started_as_a_child(server, make_pod, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f'#!/bin/sh\n{sys.executable} {TOY} "$@"\nexit $?\n')
+    script.chmod(0o755)
+    server.hang_limits = HangLimits(step_s=0.4, steps=1, first_s=0.4)
+    pod = make_pod()
+    pod.start(script=str(script))
+    start_stage(server, 1, pod)
+    (trainer,) = (pid for pid in pod.trainers() if parent(pid) in pod.trainers())
+    os.kill(trainer, signal.SIGSTOP)
+    assert "stopped by a signal (SIGSTOP)" in server.wait_told(ReportKind.HUNG).reason
+
+
 def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):
     pod = make_pod()
     pod.start("--steps", "5")

@@ -813,6 +813,25 @@ def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another
     assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]
 
 
+def test_every_hang_and_every_sign_of_life_is_reported_also_in_the_same_words_as_before():
+    pod = training_pod()
+    for silent_s in (61.0, 0.0, 61.0, 0.0):
+        hang = state.TrainerHang(text="as before", silent_s=silent_s)
+        pod.pod = state.hung(pod.pod, (1, 0), 1, hang)
+        told = [each for each in reports(pod.settle()) if each.kind is ReportKind.HUNG]
+        assert [(each.rank, each.hung_s) for each in told] == [(1, silent_s)]
+        assert ReportKind.HUNG not in kinds(pod.settle()), "once"
+
+
+def test_a_trainer_that_was_killed_since_it_hung_is_reported_so_whatever_comes_late():
+    pod = training_pod()
+    pod.pod = state.killed_as_hung(pod.pod, (1, 0), 1, "no sign of life", 600.0)
+    pod.pod = state.hung(pod.pod, (1, 0), 1, state.TrainerHang(text="its stacks", silent_s=60.0))
+    (failed,) = reports(pod.die(1, -9))
+    assert (failed.kind, failed.hung_s) == (ReportKind.FAILED, 600.0)
+    assert failed.reason == "it hung: no sign of life"
+
+
 # --- how fast the trainers are --------------------------------------------------------------------
 
 

@@ -62,18 +62,21 @@ def test_a_stopped_process_is_looked_at_from_outside_or_that_cannot_be_is_said(t
         os.kill(target.pid, signal.SIGSTOP)
         found = take(target)
         assert "read_sample" in found.text or "(state T)" in found.text
+        assert "most recent call first" in found.text, "its child answers"
         if not found.where:
-            assert "py-spy" in found.text
+            assert "py-spy" in found.unknown
+            assert "most recent call first" not in found.unknown, "that is about the trainer alone"
 
 
 def test_without_py_spy_it_is_said_what_would_help(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
     with hanging(tmp_path, by=[]) as target:
-        assert take(target) == Stacks(
-            text=f"process {target.pid} does not answer SIGQUIT (state S); with py-spy installed "
-            "its stacks were shown"
+        why = (
+            f"process {target.pid} does not answer SIGQUIT (state S); with py-spy installed its "
+            "stacks were shown"
         )
+        assert take(target) == Stacks(text=why, unknown=why)
 
 
 @pytest.mark.parametrize("pid", [0x3FFFFF])

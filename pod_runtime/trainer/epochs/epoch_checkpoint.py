@@ -222,7 +222,6 @@ def save_state(
         CheckpointError: it could not be written; older ones are as they were.
     """
     begun = time.monotonic()
-    state.note_committed()
     layout = state.layout()
     data = bytearray(layout.total_bytes)
     state.copy_out(memoryview(data))

@@ -49,9 +49,6 @@ class ProgramState:
         for spec, array in zip(self._layout.specs, self._arrays, strict=True):
             target[spec.offset : spec.offset + spec.size_bytes] = array.tobytes()
 
-    def note_committed(self) -> None:
-        """Do nothing: what is saved is always as it is now."""
-
     def scalars(self) -> dict[str, Any]:
         return {} if self._scheduler is None else {"lr_scheduler": self._scheduler.state_dict()}
 

@@ -16,8 +16,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl", "paddle_edl")
-EXAMPLES = ("examples", "mnist_distill", "nlp_distill", "resnet50")
+PRODUCT = (
+    "job_server", "job_client", "pod_runtime", "distill_reader", "k8s_controller", "search", "edl",
+    "paddle_edl",
+)  # fmt: skip
+EXAMPLES = ("examples", "mnist_distill", "nlp_distill", "resnet50", "word2vec")
 OTHERS = ("tests", "benchmarks", *EXAMPLES, "scripts", "docker")
 
 _NO_CODE = {

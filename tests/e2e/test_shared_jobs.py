@@ -1,5 +1,6 @@
 """Shared jobs with real trainers: they give way, are stopped for others, and lose no sample."""
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.proof import check_counts
 from tests.support import ROOT, wait_until
 
-pytest.importorskip("paddle", reason="trains with Paddle")
+# A mark: another module takes its cluster from here, and trains with PyTorch.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("paddle") is None, reason="trains with Paddle"
+)
 
 PATIENCE_S = 240.0  # trainers start slowly on a machine that runs other tests beside
 

@@ -5,6 +5,8 @@ from job_server.api.wire import check_id, check_range
 
 MAX_TASKS = 100_000
 MAX_CONTENT_CHARS = 4096
+MAX_ERROR_CHARS = 1000  # kept of a reader's error
+MAX_PLACE_CHARS = 500
 SHOWN_TASKS = 100  # of each kind, in a status
 
 
@@ -45,13 +47,18 @@ class LeaseAsked(Message, frozen=True, kw_only=True):
         check_id("worker", self.worker)
         if self.pass_number is not None:
             check_range("pass_number", self.pass_number, 0, 10**9)
+        if len(self.place) > MAX_PLACE_CHARS:
+            raise WireError(
+                f"place: expected at most {MAX_PLACE_CHARS} characters, got {len(self.place)}"
+            )
 
 
 class Lease(Message, frozen=True, kw_only=True):
     """A task to read, or why there is none.
 
     `number` None: no task. `over`: the pass is over, or was before; otherwise ask again after
-    `wait_s`: others read the last tasks, and may fail.
+    `wait_s`: others read the last tasks, and may fail. `unreadable`: all tasks of the pass were
+    dropped, so many; `over` is true then, and readers without passes get no next one.
     """
 
     number: Int | None = None
@@ -60,6 +67,7 @@ class Lease(Message, frozen=True, kw_only=True):
     lease: Int = 0  # to be named in reports
     lease_s: float = 0.0  # report at least so often
     over: bool = False
+    unreadable: Int = 0
     wait_s: float = 0.0
 
 

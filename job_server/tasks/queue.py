@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from job_server.api.task_wire import (
+    MAX_ERROR_CHARS,
     SHOWN_TASKS,
     Lease,
     LeaseAsked,
@@ -147,6 +148,8 @@ class TaskQueue:
         self._expire(now)
         self._take_from_predecessor(asked)
         if asked.pass_number is None:
+            if self._dropped_all():
+                return self._over()
             if not self._waiting:
                 self._begin_pass(self.pass_number + 1)
         else:
@@ -155,7 +158,7 @@ class TaskQueue:
                 return Lease(over=True)
             if ahead <= 1 and not self._waiting and not self._reading:
                 if not ahead:
-                    return Lease(over=True)
+                    return self._over()
                 self._begin_pass(asked.pass_number)
             if ahead > 1 or not self._waiting:
                 return self._wait(now)
@@ -196,9 +199,9 @@ class TaskQueue:
         if not holds:
             return False
         if report.error:
-            failures = task.failures + 1
+            failures, error = task.failures + 1, report.error[:MAX_ERROR_CHARS]
             dropped = failures >= self.spec.max_tries
-            self._return(replace(task, failures=failures, error=report.error), dropped=dropped)
+            self._return(replace(task, failures=failures, error=error), dropped=dropped)
         elif report.give_back:
             reads = task.reads if report.records else task.reads - 1  # nothing of it was read
             self._return(replace(task, reads=reads))
@@ -233,6 +236,12 @@ class TaskQueue:
     def _wait(self, now: float) -> Lease:
         left_s = self._heap[0][0] - now if self._heap else MAX_WAIT_S
         return Lease(wait_s=min(max(left_s, 0.05), MAX_WAIT_S))
+
+    def _over(self) -> Lease:
+        return Lease(over=True, unreadable=len(self.spec.tasks) if self._dropped_all() else 0)
+
+    def _dropped_all(self) -> bool:
+        return self._counts[self.pass_number].dropped == len(self.spec.tasks)
 
     # --- the state
 

@@ -11,7 +11,9 @@ import glob
 import itertools
 import json
 import logging
+import multiprocessing
 import os
+import secrets
 import socket
 import threading
 import time
@@ -28,7 +30,14 @@ from job_server.api.backoff import Backoff
 from job_server.api.command_line import read_token
 from job_server.api.errors import JobServerError
 from job_server.api.local_servers import find_server
-from job_server.api.task_wire import MAX_TASKS, Lease, LeaseAsked, TaskQueueSpec, TaskReport
+from job_server.api.task_wire import (
+    MAX_ERROR_CHARS,
+    MAX_TASKS,
+    Lease,
+    LeaseAsked,
+    TaskQueueSpec,
+    TaskReport,
+)
 from job_server.api.wire import WireError
 from pod_runtime.env import TASK_TOKEN
 from pod_runtime.trainer.data.readers import ReadFrom
@@ -39,7 +48,7 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str, int, int | None], Iterable[Any]]
 T = TypeVar("T")
 
-MAX_ERROR_CHARS = 1000
+_STARTED = secrets.token_hex(3)  # in a container, a trainer that starts again has its old pid
 _AHEAD = 4  # shards that the loop may have read and not used
 _STEPS = 4
 _END_S = 5.0
@@ -84,7 +93,8 @@ def cloud_reader(
             a file, stop None meaning the rest.
 
     Raises:
-        UsageError: there are no such files, or an argument is wrong.
+        UsageError: there are no such files, or an argument is wrong; while reading: the queue was
+            deleted, or all tasks of a pass were dropped.
         ConnectionError: the server cannot be reached for `server_timeout_s`.
     """
     if records_per_task is not None and records_per_task < 1:
@@ -114,10 +124,13 @@ class CloudReader:
         self._server, self._name, self._read = server, name, read
         self._given = _Given(in_use)
         self._passes = itertools.count()
-        atexit.register(self._given.end)
+        self._ends_in = 0  # the process at whose end the last tasks are reported
 
     def __call__(self) -> Generator[Any, None, None]:
         """Yield this process's part of the next pass."""
+        if self._ends_in != os.getpid():  # a worker of a DataLoader forgets what its parent asked
+            self._ends_in = os.getpid()
+            atexit.register(self._given.end)
         return self._records(next(self._passes), self._given)
 
     def batches(
@@ -162,6 +175,12 @@ class CloudReader:
         asked = LeaseAsked(worker=worker, place=place, pass_number=pass_number)
         while True:
             lease = self._server.call(lambda api: api.lease_task(self._name, asked))
+            if lease.unreadable:
+                raise UsageError(
+                    f"paths: nobody can read any of the {lease.unreadable} tasks of the queue "
+                    f"{self._name!r}; `edl tasks {self._name}` says why. Once that is mended, "
+                    f"`edl tasks {self._name} --delete` makes room for a new queue"
+                )
             if lease.over:
                 return
             if lease.number is None:
@@ -176,6 +195,8 @@ class CloudReader:
                     task.records += 1
                     yield record
                     given.count_record()
+                else:
+                    given.add(task)  # all of it was read, by this reader
             except _Unreadable as error:
                 logger.error("task %d cannot be read: %s", lease.number, error)
                 task.report(error=str(error))
@@ -183,8 +204,6 @@ class CloudReader:
                 task.give_back()
                 given.give_back()
                 raise
-            else:
-                given.add(task)
 
 
 def read_records(path: str, start: int, stop: int | None) -> Iterator[Any]:
@@ -383,12 +402,15 @@ def _worker(environ: Mapping[str, str]) -> str:
     """Return a name of this process that people find again."""
     where = environ.get("PADDLE_POD_ID") or socket.gethostname()
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in where).lstrip("._-")[:60]
-    return f"{plain or 'reader'}.{os.getpid()}.{threading.get_ident() % 10**6}"
+    return f"{plain or 'reader'}.{os.getpid()}.{_STARTED}"
 
 
 def _place(environ: Mapping[str, str]) -> str:
-    """Name a trainer's place in its job: of two processes in one place, the older one is gone."""
-    pod = environ.get("PADDLE_POD_ID")
+    """Name a trainer's place in its job: of two processes in one place, the older one is gone.
+
+    Child processes, such as the workers of a DataLoader, read beside each other and have none.
+    """
+    pod = environ.get("PADDLE_POD_ID") if multiprocessing.parent_process() is None else None
     return f"{pod}.{environ.get('LOCAL_RANK', '0')}" if pod else ""
 
 

@@ -172,12 +172,25 @@ def test_a_task_that_fails_again_and_again_is_dropped_by_name_and_tried_again_in
     assert clerk.lease(pass_number=1).content == "part-1"
 
 
+@pytest.mark.parametrize("pass_number", [0, None])
+def test_a_pass_of_which_nothing_can_be_read_is_the_last_one(pass_number):
+    clerk = Clerk(2, max_tries=1)
+    for _ in range(2):
+        assert clerk.report(clerk.lease(pass_number=pass_number), error="x" * 5000)
+    for _ in range(2):
+        assert clerk.lease(pass_number=pass_number) == Lease(over=True, unreadable=2)
+        clerk.restart()
+    status = clerk.queue.status(clerk.now)
+    assert status.now == TaskCount(pass_number=0, dropped=2)
+    assert len(status.dropped[0].error) == 1000, "a reader does not choose how much is stored"
+
+
 def test_a_task_that_kills_its_readers_is_dropped_in_the_end():
     clerk = Clerk(1)
     for number in range(MAX_LOST):
         assert clerk.lease(f"r{number}").number == 0
         clerk.now += 11
-    assert clerk.lease("last").over
+    assert clerk.lease("last") == Lease(over=True, unreadable=1)
     assert "fell silent" in clerk.queue.status(clerk.now).dropped[0].error
 
 

@@ -1,0 +1,77 @@
+"""A reader whose task is taken away, or whose files nobody can read, and readers in workers."""
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl import cloud_reader, write_shards
+from job_server.api.task_wire import LeaseAsked, TaskReport
+from pod_runtime.trainer.data.readers import ReadFrom
+from pod_runtime.trainer.errors import UsageError
+from tests.job_server.serving import ServerProcess, running_server
+from tests.support import wait_until
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    monkeypatch.setenv("PADDLE_POD_ID", "pod_0_0")  # as a trainer of that pod
+    monkeypatch.delenv("EDL_TOKEN", raising=False)
+    with running_server(tmp_path, "--no_job") as found:
+        yield found
+
+
+def test_a_task_that_was_taken_away_is_not_said_to_be_done(server, tmp_path, caplog):
+    write_shards(([number] for number in range(20)), tmp_path, "numbers", 10)
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q", lease_s=0.6, in_use=0)
+    records = reader()
+    assert int(next(records)[0]) == 0
+    asked = LeaseAsked(worker="other", place="pod_0_0.0", pass_number=0)
+    with server.api() as api:
+        second, first = api.lease_task("q", asked), api.lease_task("q", asked)
+        assert (second.number, first.number) == (1, 0)
+        back = TaskReport(
+            worker="other", pass_number=0, number=1, lease=second.lease, give_back=True
+        )
+        wait_until(lambda: "another reader reads it" in caplog.text, 30)
+        assert api.report_task("q", back)
+        assert int(next(records)[0]) == 10, "it goes on with another task"
+        assert api.queue("q").now.done == 0
+    records.close()
+
+
+def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, tmp_path):
+    for number in range(3):
+        (tmp_path / f"bad-{number}.npy").write_bytes(b"no array")
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q", max_tries=1)
+    start = ReadFrom(
+        epoch=0, step=0, offset=0, global_step=0, rank=0, world_size=1, first_shard=0,
+        stop_shard=1, micro_batch=4, shard_samples=(4,),
+    )  # fmt: skip
+    for records in (reader(), reader.batches(steps_per_epoch=2)(start)):
+        with pytest.raises(UsageError, match=r"nobody can read any of the 3 tasks.*edl tasks q"):
+            next(records)
+
+
+def _read_in_worker(paths: str, url: str, out: "multiprocessing.Queue[list[int]]") -> None:
+    reader = cloud_reader(paths, url, queue="q", records_per_task=1)
+    out.put([int(row[0]) for row in reader()])
+
+
+def test_workers_of_one_trainer_leave_each_other_their_tasks(server, tmp_path):
+    write_shards(([number] for number in range(60)), tmp_path, "numbers", 60)
+    context = multiprocessing.get_context("spawn")
+    out: multiprocessing.Queue[list[int]] = context.Queue()
+    args = (str(tmp_path / "*.npy"), server.url, out)
+    workers = [context.Process(target=_read_in_worker, args=args) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    found = sorted(itertools.chain(*(out.get(timeout=60) for _ in workers)))
+    for worker in workers:
+        worker.join(60)
+    assert found == list(range(60))
+    with server.api() as api:
+        now = api.queue("q").now
+    assert (now.done, now.dropped, now.records_again) == (60, 0, 0)

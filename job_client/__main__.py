@@ -221,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         inventory = find_inventory(
             config.cpu_slots, config.visible_gpus, partial(is_ours, client_dir.marker)
         )
+        inventory.watch()
         agent = Agent(
             config, client_dir, inventory, lambda: ApiClient(config.server_url, config.token)
         )

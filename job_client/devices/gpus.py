@@ -1,23 +1,31 @@
-"""Find the slots of this node: GPUs as NVML shows them, or shares of the CPU.
-
-An old driver or a small card may refuse any query of NVML, and a GPU that has fallen off the bus
-refuses all. So each query is made alone, and one that is refused costs only its own figure.
-"""
+"""Find the slots of this node, and say how they are: GPUs, or shares of the CPU."""
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from job_client.devices.gpu_faults import (
+    NO_ANSWER,
+    GpuRecord,
+    StuckCall,
+    describe_xid,
+    lasting,
+    look,
+    prevents,
+    reported,
+)
+from job_client.devices.nvml import Gpu, Nvml
 from job_client.errors import SetupError
 from job_server.api.wire import Slot, SlotKind, SlotUsage
 from pod_runtime.cgroups import usable_cores
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
+READ_EVERY_S = 1.0
 _FREE_SHARE = 0.05  # of a GPU's memory that the driver itself may hold
 _FREE_BYTES = 1 << 30
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # a constant of the kernel
@@ -57,29 +65,18 @@ class CpuSlots:
         del ours
         return tuple(SlotUsage(index=i) for i in range(self._count))
 
+    def watch(self) -> None:
+        pass  # there is nothing to be seen
+
     def obstacle(self, slot: int) -> str:
         return "" if 0 <= slot < self._count else f"slot {slot} is not one of {self._count}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU as NVML shows it now; refused queries leave the default."""
-
-    index: int
-    uuid: str = ""
-    name: str = ""
-    memory_total: int = 0
-    memory_used: int = 0
-    utilization_percent: float = 0.0
-    temperature_c: float | None = None  # None: not known
-    capability: tuple[int, int] | None = None  # None: not known
-    strangers: tuple[str, ...] = ()  # processes that are not ours: "pid 7 (python)"
-    processes: int = 0  # all that NVML lists on it
-    sick: str = ""  # why no trainer should run on it
-
-
 class GpuSlots:
     """The GPUs of this node, as far as `visible` goes.
+
+    Until `watch` is called each question reads them anew. A GPU that has fallen off the bus may
+    let the driver hang, so a client has a thread read them, and is told what that saw last.
 
     Args:
         nvml: the module `pynvml` (initialised), or what behaves like it.
@@ -98,17 +95,58 @@ class GpuSlots:
         is_ours: Callable[[int], bool],
         same_pids: bool | None = None,
     ) -> None:
-        self._nvml = nvml
+        self._nvml = Nvml(nvml)
         self._is_ours = is_ours
         self._same_pids = _sees_all_pids() if same_pids is None else same_pids
-        count = nvml.nvmlDeviceGetCount()
-        uuids = [self._uuid(index) for index in range(count)]
+        self._gpus: dict[int, Gpu] = {}  # as they were seen last
+        self._records: dict[int, GpuRecord] = {}
+        self._held: frozenset[int] = frozenset()  # slots of our pods, as we were told last
+        self._reading: tuple[int, float] | None = None  # index, since when; None: between two
+        self._stuck = StuckCall()
+        self._thread: threading.Thread | None = None
+        uuids = [self._nvml.look(index).uuid for index in range(self._nvml.count())]
         self.indices = visible_indices(visible, uuids)
+
+    def watch(self) -> None:
+        """Read the GPUs in a thread from now on, once a second."""
+        self.read()
+        self._thread = threading.Thread(target=self._keep_reading, name="gpus", daemon=True)
+        self._thread.start()
+
+    def _keep_reading(self) -> None:
+        while True:
+            time.sleep(READ_EVERY_S)
+            try:
+                self.read()
+            except Exception:  # the figures grow old; the client goes on
+                logger.exception("the GPUs could not be read")
+
+    def read(self) -> None:
+        """Look at each GPU, and hear what it has announced."""
+        for index in self.indices:
+            self._reading = (index, time.monotonic())
+            try:
+                gpu = self._nvml.look(index)
+                xids = self._nvml.xids(index)
+            finally:
+                self._reading = None
+            now = time.monotonic()
+            for xid in xids:
+                logger.warning("GPU %d: %s", index, describe_xid(xid))
+            used = index in self._held or bool(gpu.processes)
+            before = self._records.get(index)
+            self._records[index] = look(before, gpu.health, xids, used=used, now=now)
+            self._gpus[index] = gpu
+
+    def _seen(self, index: int) -> Gpu:
+        if self._thread is None:
+            return self._nvml.look(index)
+        return self._gpus[index]
 
     def slots(self, ours: Collection[int]) -> tuple[Slot, ...]:
         found = []
         for index in self.indices:
-            gpu = self.look(index)
+            gpu = self._seen(index)
             reason = self._obstacle(gpu, held=index in ours)
             found.append(
                 Slot(
@@ -124,9 +162,17 @@ class GpuSlots:
         return tuple(found)
 
     def usage(self, ours: Collection[int]) -> tuple[SlotUsage, ...]:
+        self._held = frozenset(ours)
+        if self._thread is None:
+            self.read()
+        now = time.monotonic()
+        hung = self._stuck.index_of(self._reading, now)
         found = []
         for index in self.indices:
-            gpu = self.look(index)
+            gpu, record = self._gpus[index], self._records[index]
+            faults = reported(record, now)
+            if index == hung:
+                faults = (NO_ANSWER, *faults)
             found.append(
                 SlotUsage(
                     index=index,
@@ -134,6 +180,17 @@ class GpuSlots:
                     memory_used_bytes=gpu.memory_used,
                     temperature_c=gpu.temperature_c,
                     stranger=", ".join(self._strangers(gpu, held=index in ours)),
+                    power_w=gpu.power_w,
+                    power_limit_w=gpu.power_limit_w,
+                    clock_mhz=gpu.clock_mhz,
+                    max_clock_mhz=gpu.max_clock_mhz,
+                    throttled_by=gpu.throttled_by,
+                    ecc_corrected=gpu.health.ecc_corrected,
+                    ecc_uncorrected=gpu.health.ecc_uncorrected,
+                    retired_pages=gpu.health.retired_pages,
+                    remapped_rows=gpu.health.remapped_rows,
+                    faults=faults,
+                    idle_s=0.0 if index in ours else now - record.used_at,
                 )
             )
         return tuple(found)
@@ -142,14 +199,26 @@ class GpuSlots:
         if slot not in self.indices:
             shown = ",".join(map(str, self.indices))
             return f"GPU {slot} is not one of this client's ({shown or 'none'})"
-        return self._obstacle(self.look(slot), held=False)
+        return self._obstacle(self._nvml.look(slot), held=False)
+
+    def look(self, index: int) -> Gpu:
+        """Query NVML about one GPU."""
+        return self._nvml.look(index)
+
+    def driver_version(self) -> str:
+        return self._nvml.driver_version()
 
     def _strangers(self, gpu: Gpu, *, held: bool) -> tuple[str, ...]:
-        return () if held and not self._same_pids else gpu.strangers
+        if held and not self._same_pids:
+            return ()
+        return tuple(self._describe(pid) for pid in gpu.processes if self._is_stranger(pid))
 
     def _obstacle(self, gpu: Gpu, *, held: bool) -> str:
-        if gpu.sick:
-            return f"GPU {gpu.index}: {gpu.sick}"
+        sick = next((each.text for each in lasting(gpu.health) if prevents(each)), "")
+        if gpu.mig:
+            sick = "MIG is on, and slots are whole GPUs; switch it off, or use --cpu_slots"
+        if sick:
+            return f"GPU {gpu.index}: {sick}"
         strangers = self._strangers(gpu, held=held)
         if strangers:
             return f"GPU {gpu.index} is in use by {', '.join(strangers)}; end it, or leave it out"
@@ -160,53 +229,6 @@ class GpuSlots:
                 "driver does not show here (another container?)"
             )
         return ""
-
-    def look(self, index: int) -> Gpu:
-        """Query NVML about one GPU."""
-        nvml = self._nvml
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError as error:
-            return Gpu(index=index, sick=f"the driver cannot reach it: {error}")
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        degrees = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
-        pids = self._pids(handle)
-        return Gpu(
-            index=index,
-            uuid=_text(self._ask(nvml.nvmlDeviceGetUUID, handle)),
-            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
-            memory_total=0 if memory is None else int(memory.total),
-            memory_used=0 if memory is None else int(memory.used),
-            utilization_percent=0.0 if rates is None else float(rates.gpu),
-            temperature_c=None if degrees is None else float(degrees),
-            capability=self._ask(nvml.nvmlDeviceGetCudaComputeCapability, handle),
-            strangers=tuple(self._describe(pid) for pid in pids if self._is_stranger(pid)),
-            processes=len(pids),
-            sick=self._sickness(handle),
-        )
-
-    def driver_version(self) -> str:
-        return _text(self._ask(self._nvml.nvmlSystemGetDriverVersion))
-
-    def _ask(self, query: Callable[..., T], *args: Any) -> T | None:
-        """Return the answer, or None where this GPU or driver has none."""
-        try:
-            return query(*args)
-        except self._nvml.NVMLError:
-            return None
-
-    def _uuid(self, index: int) -> str:
-        handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
-        return "" if handle is None else _text(self._ask(self._nvml.nvmlDeviceGetUUID, handle))
-
-    def _pids(self, handle: Any) -> list[int]:
-        computing = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-        drawing = self._ask(self._nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
-        # A desktop (Xorg) holds a little of every GPU and is no obstacle: only processes that
-        # compute count, and those that draw with much memory.
-        big = [each for each in drawing if (each.usedGpuMemory or 0) > _FREE_BYTES]
-        return sorted({int(each.pid) for each in [*computing, *big]})
 
     def _is_stranger(self, pid: int) -> bool:
         if not self._same_pids:
@@ -220,43 +242,8 @@ class GpuSlots:
         try:
             name = Path(f"/proc/{pid}/comm").read_text().strip()
         except OSError:
-            name = _text(self._ask(self._nvml.nvmlSystemGetProcessName, pid)) or "?"
+            name = self._nvml.process_name(pid) or "?"
         return f"pid {pid} ({name})"
-
-    def _sickness(self, handle: Any) -> str:
-        """Return why no trainer should run here, and what would mend that; "": it is fit."""
-        nvml = self._nvml
-        try:
-            nvml.nvmlDeviceGetUUID(handle)
-        except nvml.NVMLError as error:
-            if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                return "it has fallen off the bus; reboot the machine"
-        action = self._recovery_action(handle)
-        if action:
-            return f"the driver asks for {action}"
-        rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle)
-        if rows is not None and rows[3]:
-            return "its memory has more broken rows than it can replace; replace the card"
-        mig = self._ask(nvml.nvmlDeviceGetMigMode, handle)
-        if mig is not None and mig[0]:
-            return "MIG is on, and slots are whole GPUs; switch it off, or use --cpu_slots"
-        return ""
-
-    def _recovery_action(self, handle: Any) -> str:
-        nvml = self._nvml
-        field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-        if field is None:
-            return ""
-        values = self._ask(nvml.nvmlDeviceGetFieldValues, handle, [field])
-        if not values or values[0].nvmlReturn != nvml.NVML_SUCCESS:
-            return ""
-        # The other actions concern links between GPUs, which a trainer alone can do without.
-        known = {
-            nvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET: "a reset of this GPU (nvidia-smi -r)",
-            nvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: "a reboot of this machine",
-            nvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: "a reset of this GPU once it is free",
-        }
-        return known.get(int(values[0].value.uiVal), "")
 
 
 def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
@@ -326,10 +313,3 @@ def _sees_all_pids() -> bool:
         return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
     except OSError:
         return False
-
-
-def _text(value: Any) -> str:
-    """NVML's texts are bytes in some versions."""
-    if value is None:
-        return ""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -253,12 +253,31 @@ class PodState(Message, frozen=True, kw_only=True):
     submitted_at: float = 0.0  # of the job that it was started for; 0: not known
 
 
+class SlotFault(Message, frozen=True, kw_only=True):
+    """Something that is or was wrong with a GPU."""
+
+    name: str  # "xid_79", "ecc_uncorrected", "gpu_lost": see docs/gpus.md
+    text: str
+    age_s: float = 0.0  # since it was seen last; 0: it lasts
+
+
 class SlotUsage(Message, frozen=True, kw_only=True):
     index: Int
     utilization_percent: float = 0.0
     memory_used_bytes: Int = 0
-    temperature_c: float | None = None  # None: not a GPU, or not known
+    temperature_c: float | None = None  # None, here and below: not a GPU, or not known
     stranger: str = ""  # other processes on it
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    clock_mhz: Int | None = None
+    max_clock_mhz: Int | None = None
+    throttled_by: str = ""  # "heat", "power limit", ...
+    ecc_corrected: Int | None = None  # memory errors since the driver was loaded
+    ecc_uncorrected: Int | None = None
+    retired_pages: Int | None = None  # in its life; GPUs before Ampere
+    remapped_rows: Int | None = None  # ... and since
+    faults: tuple[SlotFault, ...] = ()  # newest first
+    idle_s: float | None = None  # for how long no process was on it
 
 
 class NodeReport(Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import pytest
 from job_client import doctor
 from job_client.devices.gpus import GpuSlots
 from job_client.doctor import Severity
-from tests.job_client.test_gpus import FakeNvml, gpu
+from tests.nvml.pynvml import Machine, healthy
 
 GIB = doctor.GIB
 OK, WARN, FAIL = Severity.OK, Severity.WARN, Severity.FAIL
@@ -121,7 +121,9 @@ def test_in_a_container_the_memory_is_what_its_group_has_left(tmp_path):
 def test_a_gpu_in_use_is_shown_with_who_is_on_it():
     import os
 
-    gpus = GpuSlots(FakeNvml(gpu(0, pids=(os.getpid(),)), gpu(1)), None, lambda _pid: False, True)
+    gpus = GpuSlots(
+        Machine(healthy(0, pids=(os.getpid(),)), healthy(1)), None, lambda _pid: False, True
+    )
     driver, first, second = doctor.look_at_gpus(gpus)
     assert driver.found == "570.1"
     assert first.verdict is WARN

@@ -6,7 +6,7 @@ own figure.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from job_client.devices.gpu_faults import GpuHealth
@@ -44,7 +44,7 @@ class Gpu:
     capability: tuple[int, int] | None = None
     processes: tuple[int, ...] = ()  # pids of all that count
     mig: bool = False
-    health: GpuHealth = GpuHealth()
+    health: GpuHealth = field(default_factory=GpuHealth)
 
 
 class Nvml:

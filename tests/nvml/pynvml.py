@@ -5,8 +5,8 @@ the calls that a job client makes. A process that finds this folder first on its
 it as `pynvml`; the script is the JSON file that `FAKE_NVML` names. Tests in one process make a
 `Machine` themselves.
 
-A script is `{"gpus": [...], "faults": [...]}`. A GPU is a table of what it has (see `healthy`); what
-it lacks is NOT_SUPPORTED, as on an old card. A fault is `{"gpu": 0, ...}` with when it begins
+A script is `{"gpus": [...], "faults": [...]}`. A GPU is a table of what it has (see `healthy`);
+what it lacks is NOT_SUPPORTED, as on an old card. A fault is `{"gpu": 0, ...}` with when it begins
 (`at_s` after the start, or `when`: as soon as a file is there; else at once), when it ends
 (`until_s`, `until`), and what it does: `xid` (an event, once), `set` (other values; null takes the
 value away), `lost` (every call about the GPU fails), `hangs` (every call waits for its end).

@@ -16,6 +16,7 @@ from kubernetes.config import ConfigException
 
 from job_server.api.command_line import OptionParser
 from k8s_controller.controller import Controller
+from k8s_controller import election as elections
 from k8s_controller.election import Election
 from k8s_controller.handlers import watch
 from k8s_controller.kube_api import KubeApi, load_config
@@ -98,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.no_leader_elect:
         namespace = args.lease_namespace or os.environ.get("POD_NAMESPACE") or "default"
         identity = f"{socket.gethostname()}_{uuid.uuid4()}"
-        election = Election(kube, namespace, args.lease_name, identity)
+        short = KubeApi(elections.ANSWER_S)
+        election = Election(short, namespace, args.lease_name, identity)
         if not election.win(stop):
             logger.info("ended")
             return 0
@@ -114,12 +116,10 @@ def _lead(
 ) -> int:
     logger.info("this one leads")
     metrics.leads = True
-    lost = threading.Event()
 
     def lose() -> None:
-        logger.error("the lease is lost: another one may lead, so this one ends")
-        lost.set()
-        stop.set()
+        logger.error("the lease is lost: another one may lead, so this one ends at once")
+        os._exit(1)  # a pass that waits for an answer would act after that
 
     if election is not None:
         threading.Thread(
@@ -130,10 +130,10 @@ def _lead(
         watch(controller, namespaces, stop)
     finally:
         controller.stop()
-        if election is not None and not lost.is_set():
+        if election is not None:
             election.give_back()
     logger.info("ended")
-    return int(lost.is_set())
+    return 0
 
 
 def _log(level: int, form: str) -> None:

@@ -16,13 +16,16 @@ from k8s_controller.observed import time_text
 
 logger = logging.getLogger(__name__)
 
-LEASE_S, RENEW_S, RETRY_S = 15.0, 10.0, 2.0
+LEASE_S, RETRY_S = 15.0, 2.0
+ANSWER_S = 2.0  # of a call about the Lease; an attempt makes two
+RENEW_S = LEASE_S - RETRY_S - 2 * ANSWER_S  # later there is no time for another attempt
 
 
 class Election:
     """One candidate.
 
     Args:
+        kube: its calls end within `ANSWER_S`.
         identity: of this process, unlike that of any other.
     """
 
@@ -43,8 +46,9 @@ class Election:
         """Renew until `stop`, then give the Lease back; call `lost` where that fails."""
         renewed_at = time.monotonic()
         while not stop.wait(RETRY_S):
+            asked_at = time.monotonic()
             if self._try():
-                renewed_at = time.monotonic()
+                renewed_at = asked_at
             elif time.monotonic() > renewed_at + RENEW_S:
                 lost()
                 return

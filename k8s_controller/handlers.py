@@ -40,14 +40,24 @@ def registry_for(controller: Controller) -> kopf.OperatorRegistry:
         settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    def job_changed(namespace: str | None, name: str | None, **_: object) -> None:
-        controller.look_at(str(namespace), str(name))
+    def job_changed(
+        namespace: str | None, name: str | None, type: str | None, body: Object, **_: object
+    ) -> None:
+        if type != "MODIFIED" or not is_own_change(body):
+            controller.look_at(str(namespace), str(name))
 
     @kopf.on.event("", "v1", "pods", labels={JOB_LABEL: kopf.PRESENT}, registry=registry)
     def pod_changed(namespace: str | None, labels: Object, **_: object) -> None:
         controller.look_at(str(namespace), str(labels[JOB_LABEL]))
 
     return registry
+
+
+def is_own_change(job: Object) -> bool:
+    """Whether a TrainingJob was looked at as it is now: its change was that of its status."""
+    meta, status = job["metadata"], job.get("status") or {}
+    seen = status.get("observedGeneration") == meta.get("generation")
+    return seen and "deletionTimestamp" not in meta
 
 
 def watch(controller: Controller, namespaces: Sequence[str], stop: threading.Event) -> None:
@@ -63,10 +73,16 @@ async def _watch(controller: Controller, namespaces: Sequence[str], stop: thread
             await asyncio.sleep(0.2)
         ended.set()
 
+    registry = registry_for(controller)
+
+    @kopf.on.cleanup(registry=registry)
+    async def end(**_: object) -> None:
+        stop.set()  # kopf takes signals for itself, and then waits for whoever waits for its flag
+
     following = asyncio.create_task(follow())
     try:
         await kopf.operator(
-            registry=registry_for(controller),
+            registry=registry,
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,

@@ -61,8 +61,14 @@ TROUBLES = (KubeError, urllib3.exceptions.HTTPError, ValueError)  # all that a c
 class KubeApi:
     """One for all threads; each method may raise one of `TROUBLES`."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        """Connect lazily.
+
+        Args:
+            answer_s: a call ends after that, with an answer or without.
+        """
         self._client = kubernetes.client.ApiClient()
+        self._timeout = urllib3.Timeout(total=answer_s, connect=min(CONNECT_S, answer_s))
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object; None: there is none."""
@@ -174,7 +180,7 @@ class KubeApi:
             config.host + path + (f"?{urlencode(query)}" if query else ""),
             body=None if body is None else json.dumps(body),
             headers=headers,
-            timeout=urllib3.Timeout(connect=CONNECT_S, read=ANSWER_S),
+            timeout=self._timeout,
             retries=False,
         )
         if answer.status >= 300:

@@ -1,13 +1,15 @@
 """Which of several controllers acts."""
 
+import socket
 import threading
 from pathlib import Path
 
+import kubernetes.client
 import kubernetes.config
 import pytest
 
-from k8s_controller.election import Election
-from k8s_controller.kube_api import KubeApi
+from k8s_controller.election import ANSWER_S, LEASE_S, RENEW_S, RETRY_S, Election
+from k8s_controller.kube_api import TROUBLES, KubeApi
 from tests.k8s_controller.cluster.api_server import ApiServer
 
 
@@ -41,3 +43,20 @@ def test_one_that_is_asked_to_stop_does_not_lead(kube, namespace):
     asked = threading.Event()
     asked.set()
     assert not Election(kube, namespace, "edl", "b").win(asked)
+
+
+def test_a_leader_lets_go_in_time_where_the_api_server_hangs(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        config = kubernetes.client.Configuration(f"http://127.0.0.1:{hangs.getsockname()[1]}")
+        monkeypatch.setattr(kubernetes.client.Configuration, "_default", config)
+        kube, raised = KubeApi(0.2), threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(TROUBLES):
+                kube.get("Lease", "default", "edl")
+            raised.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert raised.wait(10)
+    # The last attempt that may begin is over before another one may lead.
+    assert RENEW_S + RETRY_S + 2 * ANSWER_S <= LEASE_S

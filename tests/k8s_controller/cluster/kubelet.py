@@ -220,6 +220,7 @@ def _status(pod: Object, reports: list[Object]) -> Object:
 class _Container:
     spec: Object
     process: subprocess.Popen[bytes] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)  # as it was when it was started
     state: Object = field(default_factory=dict)
     restarts: int = 0
     ready: bool = False
@@ -312,7 +313,7 @@ class _PodRunner:
     def _run_first(self) -> bool:
         """Run the init containers, one after the other."""
         for spec in self._pod["spec"].get("initContainers", ()):
-            process = self._start(spec)
+            process = self._start(spec, self._env_of(spec))
             while process.poll() is None:
                 if self._is_ending():
                     return False
@@ -337,7 +338,8 @@ class _PodRunner:
         self._end()
 
     def _start_container(self, each: _Container) -> None:
-        each.process = self._start(each.spec)
+        each.env = self._env_of(each.spec)
+        each.process = self._start(each.spec, each.env)
         each.state = {"running": {"startedAt": now_text()}}
         each.ready, each.failures = "readinessProbe" not in each.spec, 0
 
@@ -400,9 +402,9 @@ class _PodRunner:
         told = each.spec.get("lifecycle", {}).get("preStop", {}).get("exec")
         if told is None or each.process is None:
             return None
-        return self._start({**each.spec, "command": told["command"], "args": []})
+        return self._start({**each.spec, "command": told["command"], "args": []}, each.env)
 
-    def _start(self, spec: Object) -> "subprocess.Popen[bytes]":
+    def _env_of(self, spec: Object) -> dict[str, str]:
         env = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(self._folder), "EDL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
@@ -415,9 +417,12 @@ class _PodRunner:
                 value = self._value_from(each["valueFrom"])
             env[each["name"]] = _expanded(value, env)
         place = self._places(spec)
+        return {name: self._found(place(value)) for name, value in env.items()}
+
+    def _start(self, spec: Object, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        place = self._places(spec)
         argv = [*(spec.get("command") or ["/opt/edl/docker/entry.sh"]), *spec.get("args", ())]
         argv = [place(_expanded(each, env)) for each in argv]
-        env = {name: self._found(place(value)) for name, value in env.items()}
         if argv[0] in ("python", "python3"):
             argv[0] = sys.executable
         with self.log.open("ab") as log:

@@ -1,0 +1,69 @@
+"""What wakes the controller, and how its watches end."""
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import kubernetes.config
+import pytest
+
+from k8s_controller.controller import Controller
+from k8s_controller.handlers import is_own_change, watch
+from k8s_controller.kube_api import KubeApi
+from k8s_controller.metrics import Metrics
+from tests.k8s_controller.cluster.api_server import ApiServer
+from tests.support import wait_until
+
+
+@pytest.mark.parametrize(
+    ("meta", "status", "own"),
+    [
+        pytest.param({"generation": 1}, {}, False, id="a new job"),
+        pytest.param({"generation": 2}, {"observedGeneration": 1}, False, id="scaled"),
+        pytest.param({"generation": 2}, {"observedGeneration": 2}, True, id="its status alone"),
+        pytest.param(
+            {"generation": 2, "deletionTimestamp": "2026-11-23T05:00:00Z"},
+            {"observedGeneration": 2},
+            False,
+            id="being deleted",
+        ),
+    ],
+)
+def test_the_controller_is_not_woken_by_what_it_wrote_itself(
+    meta: dict[str, Any], status: dict[str, Any], own: bool
+):
+    assert is_own_change({"metadata": meta, "status": status}) is own
+
+
+def test_watches_end_at_sigterm_and_wait_for_nobody(
+    api_server: ApiServer,
+    namespace: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    kubeconfig = str(api_server.kubeconfig(tmp_path / "kubeconfig"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", kubeconfig)
+    kubernetes.config.load_kube_config(kubeconfig)
+    caplog.set_level(logging.DEBUG, "kopf")
+    usual = signal.getsignal(signal.SIGTERM)
+
+    def asked() -> set[tuple[str, str]]:
+        return {(call.verb, call.namespace) for _, call in list(api_server.calls)}
+
+    def end() -> None:
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) != usual, 20, "kopf takes SIGTERM")
+        wait_until(lambda: ("watch", namespace) in asked(), 20, "a watch")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    stop = threading.Event()
+    watch(Controller(KubeApi(), Metrics(), 2.0), [namespace], stop)
+    ending.join()
+    assert stop.is_set()
+    assert "Hung tasks stopping is skipped" in caplog.text  # else it waits 5 s for them
+

@@ -15,8 +15,8 @@ from types import FrameType
 from kubernetes.config import ConfigException
 
 from job_server.api.command_line import OptionParser
-from k8s_controller.controller import Controller
 from k8s_controller import election as elections
+from k8s_controller.controller import Controller
 from k8s_controller.election import Election
 from k8s_controller.handlers import watch
 from k8s_controller.kube_api import KubeApi, load_config

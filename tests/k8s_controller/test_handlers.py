@@ -66,4 +66,3 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
     ending.join()
     assert stop.is_set()
     assert "Hung tasks stopping is skipped" in caplog.text  # else it waits 5 s for them
-

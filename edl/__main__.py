@@ -26,7 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "kill": (_COMMANDS, "SIGKILL a pod or a trainer, as a test"),
     "logs": (_COMMANDS, "print the logs of pods on this machine"),
     "nodes": (_COMMANDS, "show all nodes"),
-    "capacity": (_COMMANDS, "keep slots of a node from the jobs that share it"),
+    "capacity": (_COMMANDS, "say which slots of a node are used, and by whom"),
     "queue": (_COMMANDS, "show the jobs that share the cluster"),
     "explain": (_COMMANDS, "say why a job waits or has so many pods"),
     "top": (_COMMANDS, "show what runs on the cluster, again and again"),

@@ -200,6 +200,10 @@ class ApiClient:
         """Let shared jobs have at most so many slots of a node; None: all. NotFound: no such."""
         return self._call(routes.NODE_LIMIT, node_id, body=wire.NodeLimit(slots=slots))
 
+    def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:
+        """Put a slot in quarantine, or take it back; Conflict: what is wrong lasts."""
+        return self._call(routes.SLOT_ORDER, node_id, body=order)
+
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""
         return self._call(routes.SHARING)

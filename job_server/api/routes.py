@@ -218,6 +218,16 @@ NODE_LIMIT = Route(
     answer=wire.NodeStatus,
     errors=(404, 413),
 )
+SLOT_ORDER = Route(
+    name="order_slot",
+    method="POST",
+    path=f"{_NODE}/quarantine",
+    who="users",
+    summary="Put a slot in quarantine, or take it back; 409: it cannot be. It outlives the server.",
+    body=wire.SlotOrder,
+    answer=wire.NodeStatus,
+    errors=(404, 409, 413),
+)
 SHARING = Route(
     name="sharing",
     method="GET",

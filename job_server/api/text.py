@@ -4,8 +4,20 @@ import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from job_server.api.wire import FirstError, JobStatus, SaveState, StageRecord, TeacherStatus
+from job_server.api.wire import (
+    FirstError,
+    JobStatus,
+    NodeReport,
+    NodeStatus,
+    Quarantine,
+    SaveState,
+    SlotUsage,
+    StageRecord,
+    TeacherStatus,
+    decode,
+)
 
+_RECENT_S = 3600.0
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # requests to end, not crashes
 
 
@@ -55,6 +67,42 @@ def saving_text(save: SaveState) -> str:
     unit, name = (1e9, "GB") if save.total_bytes >= 1e9 else (1e6, "MB")
     done, total = save.written_bytes / unit, save.total_bytes / unit
     return f"writing step {save.step}: {done:.1f} of {total:.1f} {name}"
+
+
+def slot_lines(known: NodeStatus, now: float) -> list[str]:
+    """Return what is to be said of a node's slots, a line each; nothing where all are well."""
+    report = decode(NodeReport, known.report) if known.report else None
+    usages = {usage.index: usage for usage in (report.slots if report is not None else ())}
+    held = {each.slot: each for each in known.quarantines}
+    lines = []
+    for slot in known.node.slots:
+        name = f"slot {slot.index}"
+        if slot.index in held:
+            lines.append(f"{name} {_quarantine_text(held[slot.index], known.node.node_id, now)}")
+        elif not slot.usable:
+            lines.append(f"{name} is not usable: {slot.reason or 'no reason given'}")
+        elif slot.index in usages:
+            lines += [f"{name}: {text}" for text in _trouble(usages[slot.index])]
+    return lines
+
+
+def _quarantine_text(held: Quarantine, node_id: str, now: float) -> str:
+    by_hand = f"`edl capacity {node_id} --take_back {held.slot}`"
+    again = f"used again after {by_hand}"
+    if held.probe_s:
+        again = f"used again once it was well and idle for {roughly(held.probe_s)}"
+    return f"is in quarantine for {roughly(now - held.since)}: {held.why}; {again}"
+
+
+def _trouble(usage: SlotUsage) -> list[str]:
+    """Return what does not keep a slot from use, and is worth knowing."""
+    found = [
+        fault.text if fault.age_s == 0 else f"{fault.text}, {roughly(fault.age_s)} ago"
+        for fault in usage.faults
+        if fault.age_s < _RECENT_S
+    ]
+    slowed = [each for each in usage.throttled_by.split(", ") if each not in ("", "power limit")]
+    return [*found, *([f"slowed by {listed(slowed)}"] if slowed else [])]
 
 
 def wanted_pods(status: JobStatus) -> int:

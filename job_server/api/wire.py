@@ -81,9 +81,24 @@ class Slot(Message, frozen=True, kw_only=True):
     memory_bytes: Int = 0
     usable: bool = True
     reason: str = ""  # why it is not usable
+    quarantine: str = ""  # by the server: why the pods on it leave, too; "": they may stay
+    ends_trainers: bool = False  # ... at once: none can go on there
 
     def __post_init__(self) -> None:
         check_range("index", self.index, 0, 4095)
+
+
+class Quarantine(Message, frozen=True, kw_only=True):
+    """A slot that gets no pods because something is wrong with it, or was."""
+
+    slot: Int
+    uuid: str = ""  # of its GPU; "": not known, not a GPU
+    name: str  # of the fault
+    why: str  # in words
+    since: float  # seconds since 1970
+    times: Int = 1  # how often it was in quarantine, this time included
+    probe_s: float = 0.0  # it ends once the slot was well and idle for so long; 0: by hand alone
+    ended_at: float | None = None  # None: it is in force
 
 
 class Node(Message, frozen=True, kw_only=True):
@@ -1045,6 +1060,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     last_seen_at: float
     report: dict[str, Any]
     limit: Int | None = None  # of slots for shared jobs; None: all
+    quarantines: tuple[Quarantine, ...] = ()  # that are in force
 
 
 class NodeLimit(Message, frozen=True, kw_only=True):
@@ -1055,6 +1071,19 @@ class NodeLimit(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.slots is not None:
             check_range("slots", self.slots, 0, 4096)
+
+
+class SlotOrder(Message, frozen=True, kw_only=True):
+    """Put a slot of a node in quarantine, or take it back."""
+
+    slot: Int
+    take_back: bool = False
+    why: str = "an operator asked for it"
+
+    def __post_init__(self) -> None:
+        check_range("slot", self.slot, 0, 4095)
+        if not 0 < len(self.why) <= SHOWN_CHARS:
+            raise WireError(f"why: expected 1 to {SHOWN_CHARS} characters, got {len(self.why)}")
 
 
 class SharedNode(Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from job_server.api.text import (
     error_lines,
     printable,
     saving_text,
+    slot_lines,
     steps_of_stage,
     steps_of_total,
     table,
@@ -171,14 +172,22 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
     verb("nodes", _nodes, "Show all nodes.")
-    capacity = verb("capacity", _capacity, "Keep slots of a node from the jobs that share it.")
+    capacity = verb("capacity", _capacity, "Say which slots of a node are used, and by whom.")
     capacity.add_argument("node", metavar="NODE")
     capacity.add_argument(
         "--slots",
         type=_slots_or_all,
-        required=True,
         metavar="N|all",
         help="that shared jobs have together at most",
+    )
+    capacity.add_argument(
+        "--quarantine",
+        type=int,
+        metavar="SLOT",
+        help="that no pod is to be on: those that are leave, until you take it back",
+    )
+    capacity.add_argument(
+        "--take_back", type=int, metavar="SLOT", help="of those in quarantine, to be used again"
     )
     capacity.add_argument(
         "--wait",
@@ -232,9 +241,9 @@ def _pods_or_auto(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"expected a number or auto, got {text!r}") from None
 
 
-def _slots_or_all(text: str) -> int | None:
+def _slots_or_all(text: str) -> int | str:
     if text == "all":
-        return None
+        return text
     try:
         return int(text)
     except ValueError:
@@ -421,19 +430,40 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
         for known in nodes
     ]
     print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+    for known in nodes:
+        for line in slot_lines(known, now):
+            print(f"{known.node.node_id}: {line}")
 
 
 def _capacity(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 0, 86400)
-    known = api.limit_node(args.node, args.slots)
-    if args.wait and args.slots is not None:
-        _wait_until_free(api, args.node, args.slots, args.wait)
+    asked = [args.slots, args.quarantine, args.take_back]
+    if sum(value is not None for value in asked) != 1:
+        raise ConfigError("give one of --slots N|all, --quarantine SLOT and --take_back SLOT")
+    if args.slots is None:
+        _order_slot(api, args)
+        return
+    limit = None if args.slots == "all" else args.slots
+    known = api.limit_node(args.node, limit)
+    if args.wait and limit is not None:
+        _wait_until_free(api, args.node, limit, args.wait)
     if args.json:
         print(json.dumps(wire.encode(known), indent=2))
     else:
         count = len(known.node.slots)
         part = f"all {count}" if known.limit is None else f"{min(known.limit, count)} of {count}"
         print(f"{known.node.node_id}: shared jobs may have {part} slots")
+
+
+def _order_slot(api: ApiClient, args: argparse.Namespace) -> None:
+    back = args.take_back is not None
+    slot = args.take_back if back else args.quarantine
+    known = api.order_slot(args.node, wire.SlotOrder(slot=slot, take_back=back))
+    if args.json:
+        print(json.dumps(wire.encode(known), indent=2))
+        return
+    what = "is used again" if back else "is in quarantine: its pods leave, and none comes"
+    print(f"{known.node.node_id}: slot {slot} {what}")
 
 
 def _wait_until_free(api: ApiClient, node_id: str, slots: int, wait_s: float) -> None:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from job_server.api.wire import JobSpec, Node
+from job_server.api.wire import JobSpec, Node, PlanPod, Slot
 
 SILENT_HEARTBEATS = 4  # a node or launcher not heard for so many heartbeats counts as silent
 
@@ -19,6 +19,12 @@ class NodeView:
     ports_taken: frozenset[int] = frozenset()  # ports that other jobs use on its address
     strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> what else runs on it
     memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
+    faults: Mapping[int, str] = field(default_factory=dict)  # slot -> name of a fault just heard of
+    quarantined: bool = field(init=False, repr=False, compare=False)  # a slot of it is
+
+    def __post_init__(self) -> None:
+        barred = any(slot.quarantine for slot in self.node.slots)
+        object.__setattr__(self, "quarantined", barred)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,13 @@ def usable_slots(view: NodeView) -> list[int]:
         for slot in view.node.slots
         if slot.usable and slot.index not in view.taken and slot.index not in view.strangers
     )
+
+
+def slots_in_quarantine(cluster: Cluster, site: Site | PlanPod) -> dict[int, Slot]:
+    """Return those of a pod's slots that it is to leave, by index."""
+    view = find_node(cluster, site.node_id)
+    slots = () if view is None else view.node.slots
+    return {slot.index: slot for slot in slots if slot.quarantine and slot.index in site.slots}
 
 
 def explain_shortage(

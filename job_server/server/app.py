@@ -97,6 +97,7 @@ def _handlers(service: JobService, guard: Guard) -> Mapping[str, Handler]:
         "demand": service.demand,
         "list_nodes": service.nodes,
         "limit_node": service.limit_node,
+        "order_slot": service.order_slot,
         "sharing": service.sharing,
         "register": service.register,
         "plan": service.plan,

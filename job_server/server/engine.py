@@ -4,19 +4,21 @@ A request, a report, a heartbeat that did not come and a change that fell due ar
 event goes through the state machine; the changed job is written, and only then published.
 """
 
+import contextlib
 import logging
 import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
+from job_server.cluster.quarantine import begin, lasting
 from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
@@ -155,6 +157,13 @@ class Engine:
                 continue
             self.registry.put(self.known(node))
         self.registry.limits.update(self.store.limits())
+        for node_id, data in self.store.quarantines():
+            try:
+                known = wire.decode(wire.Quarantine, data)
+            except wire.WireError as error:  # what is wrong is reported again
+                logger.error("a quarantine in the database cannot be read: %s", error)
+                continue
+            self.registry.enter_quarantine(node_id, known.slot, known)
 
     def start(self) -> None:
         """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
@@ -166,6 +175,7 @@ class Engine:
                 self.derive(entry)
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
+                    self._enter_bad_slots(entry)
                     entry.was_away = True
                     self._step_or_log(entry, Tick())
             self.share_wanted = True
@@ -376,6 +386,7 @@ class Engine:
             logger.info("job %s stage %d %s: %s", job_id, stage, status.state.value, reason)
         self.store.save_job(job_id, wire.encode(job), events=events, forget=entry.forget)
         entry.job, entry.state = job, status.state
+        self._enter_bad_slots(entry)
         entry.written_at = entry.published_at = now
         self.derive(entry)
         entry.status.publish(job)
@@ -645,6 +656,71 @@ class Engine:
         self.converge()
         return self.registry.status(known, self.now())
 
+    def judge_slots(self, node_id: str) -> None:
+        """Enter what follows from what a node's client has just reported of its slots."""
+        known = self.registry.nodes.get(node_id)
+        if known is not None:
+            for slot, quarantine in list(self.registry.judged(known, self.now())):
+                self._enter_quarantine(node_id, slot, quarantine)
+
+    def quarantine(
+        self, node_id: str, slot: int, name: str, why: str, *, at: float | None = None
+    ) -> None:
+        """Put a slot in quarantine.
+
+        Args:
+            name: of the fault.
+            at: when it happened, where that may have been entered already.
+
+        Raises:
+            NotFound: the node is not registered, or has no such slot.
+        """
+        known = self.registry.get(node_id)
+        held = known.quarantines.get(slot)
+        if held is not None and held.ended_at is None:
+            return
+        if held is not None and at is not None and (held.ended_at or held.since) >= at:
+            return
+        began = begin(held, known.slot(slot), name, why, self.now())
+        self._enter_quarantine(node_id, slot, began)
+
+    def take_back(self, node_id: str, slot: int) -> None:
+        """Use a slot again that is in quarantine.
+
+        Raises:
+            NotFound: the node is not registered, or has no such slot.
+            Conflict: the slot is not in quarantine, or what is wrong lasts.
+        """
+        known = self.registry.get(node_id)
+        known.slot(slot)
+        held = known.quarantines.get(slot)
+        if held is None or held.ended_at is not None:
+            raise Conflict(f"slot: slot {slot} of {node_id} is not in quarantine")
+        lasts = lasting(known.usage(slot))
+        if lasts and self.registry.is_alive(known, self.now()):
+            raise Conflict(f"slot: slot {slot} of {node_id} is not taken back: {lasts}")
+        self._enter_quarantine(node_id, slot, replace(held, ended_at=self.now()))
+
+    def _enter_bad_slots(self, entry: JobEntry) -> None:
+        """Enter the slots that a job has found bad; those of a node that is gone are its loss."""
+        for bad in entry.job.bad_slots if isinstance(entry.job, Job) else ():
+            with contextlib.suppress(NotFound):
+                self.quarantine(bad.node_id, bad.slot, bad.name, bad.why, at=bad.at)
+
+    def _enter_quarantine(self, node_id: str, slot: int, held: wire.Quarantine | None) -> None:
+        try:
+            self.store.save_quarantine(node_id, slot, None if held is None else wire.encode(held))
+        except StoreTrouble as error:  # pods have to leave it all the same
+            logger.error(
+                "node %s: the quarantine of slot %d is not stored: %s", node_id, slot, error
+            )
+        self.registry.enter_quarantine(node_id, slot, held)
+        self.slots_moved = self.share_wanted = True
+        if held is not None and held.ended_at is None:
+            logger.warning("node %s: slot %d is in quarantine: %s", node_id, slot, held.why)
+        elif held is not None:
+            logger.info("node %s: slot %d is used again", node_id, slot)
+
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""
         now = self.now()
@@ -665,7 +741,7 @@ class Engine:
     def _node_uses(self, now: float) -> list[NodeUse]:
         return [
             NodeUse(
-                node=known.node,
+                node=known.effective,
                 alive=self.registry.is_alive(known, now),
                 report=known.report,
                 limit=self.registry.limits.get(known.node.node_id),

@@ -1,12 +1,13 @@
 """Registered nodes. The engine's lock guards all calls."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
 from job_server.api.errors import Conflict, Forbidden, NotFound
 from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
+from job_server.cluster.quarantine import effective, judge, recent_faults
 from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
 
@@ -14,6 +15,7 @@ SMOOTHED_S = 10.0  # over which foreign load is averaged
 UNKNOWN_S = 60.0  # a load that was not reported for so long is not known any more
 LOAD_STEP = 0.05  # of a node's capacity: foreign load that differs by less is the same
 NODES_PER_S = 500  # whose heartbeats one server hears with half a core, beside their launchers'
+RECENT_S = 60.0  # a fault of a slot may explain what happens there for so long
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
 Plan = tuple[wire.NodePod, ...]
@@ -53,6 +55,25 @@ class KnownNode:
     changed: int = 0  # the registry's count of changes as this node changed last
     cpu: SmoothedLoad = field(default_factory=SmoothedLoad)
     memory: SmoothedLoad = field(default_factory=SmoothedLoad)
+    quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
+
+    @property
+    def effective(self) -> wire.Node:
+        """The node as it is to be used."""
+        return effective(self.node, tuple(self.quarantines.values()))
+
+    def slot(self, index: int) -> wire.Slot:
+        """Raise NotFound unless the node has it."""
+        found = next((slot for slot in self.node.slots if slot.index == index), None)
+        if found is None:
+            have = ", ".join(str(slot.index) for slot in self.node.slots)
+            raise NotFound(f"slot: node {self.node.node_id!r} has no slot {index}; it has {have}")
+        return found
+
+    def usage(self, index: int) -> wire.SlotUsage | None:
+        """Return what its client said last of a slot; None: nothing yet."""
+        slots = () if self.report is None else self.report.slots
+        return next((usage for usage in slots if usage.index == index), None)
 
 
 @dataclass(slots=True)
@@ -73,6 +94,8 @@ class NodeRegistry:
         self.hearing = Hearing(heartbeat_s)
         self.nodes: dict[str, KnownNode] = {}
         self.limits: dict[str, int] = {}  # node -> slots for shared jobs, registered or not
+        # node -> slot -> quarantine, in force or remembered; registered or not
+        self.quarantines: dict[str, dict[int, wire.Quarantine]] = {}
         self._members = 0  # how often nodes have registered or left
         self._changes = 0  # ... and reported
 
@@ -90,11 +113,34 @@ class NodeRegistry:
     def put(self, known: KnownNode) -> None:
         """Add a node, or enter that it has registered again."""
         self.nodes[known.node.node_id] = known
+        known.quarantines = self.quarantines.setdefault(known.node.node_id, {})
         self._members += 1
 
     def remove(self, node_id: str) -> KnownNode:
         self._members += 1
         return self.nodes.pop(node_id)
+
+    def judged(self, known: KnownNode, now: float) -> Iterator[tuple[int, wire.Quarantine | None]]:
+        """Yield the slots whose quarantine is another after the newest report, and that."""
+        for usage in () if known.report is None else known.report.slots:
+            before = known.quarantines.get(usage.index)
+            if before is None and not usage.faults:
+                continue
+            slot = next((each for each in known.node.slots if each.index == usage.index), None)
+            if slot is None:
+                continue
+            after = judge(before, slot, usage, now)
+            if after != before:
+                yield usage.index, after
+
+    def enter_quarantine(self, node_id: str, slot: int, quarantine: wire.Quarantine | None) -> None:
+        """Enter the quarantine of a slot; None: nothing is to be remembered."""
+        slots = self.quarantines.setdefault(node_id, {})
+        if quarantine is None:
+            slots.pop(slot, None)
+        else:
+            slots[slot] = quarantine
+        self._members += 1
 
     def check(self, node: wire.Node, now: float) -> None:
         """Refuse a node that takes what a live one has.
@@ -194,17 +240,18 @@ class NodeRegistry:
 
     def status(self, known: KnownNode, now: float) -> wire.NodeStatus:
         return wire.NodeStatus(
-            node=known.node,
+            node=known.effective,
             alive=self.is_alive(known, now),
             last_seen_at=known.seen_at,
             report={} if known.report is None else wire.encode(known.report),
             limit=self.limits.get(known.node.node_id),
+            quarantines=tuple(q for q in known.quarantines.values() if q.ended_at is None),
         )
 
 
 def _view(known: KnownNode, slots: Sequence[Held] = (), ports: Sequence[Held] = ()) -> NodeView:
     nothing: frozenset[int] = frozenset()
-    node = known.node
+    node = known.effective
     return NodeView(
         node=node,
         seen_at=known.seen_at,
@@ -212,6 +259,7 @@ def _view(known: KnownNode, slots: Sequence[Held] = (), ports: Sequence[Held] = 
         ports_taken=nothing.union(*(held.get(node.addr, nothing) for held in ports)),
         strangers=_strangers(known.report),
         memory_used=_memory_used(known.report),
+        faults=_faults(known.report),
     )
 
 
@@ -221,6 +269,7 @@ def _refreshed(view: NodeView, known: KnownNode) -> NodeView:
         seen_at=known.seen_at,
         strangers=_strangers(known.report),
         memory_used=_memory_used(known.report),
+        faults=_faults(known.report),
     )
 
 
@@ -238,3 +287,7 @@ def _memory_used(report: wire.NodeReport | None) -> dict[int, int]:
     if report is None:
         return {}
     return {usage.index: usage.memory_used_bytes for usage in report.slots}
+
+
+def _faults(report: wire.NodeReport | None) -> dict[int, str]:
+    return {} if report is None else recent_faults(report.slots, RECENT_S)

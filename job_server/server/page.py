@@ -9,6 +9,7 @@ from job_server.api.text import (
     duration,
     error_lines,
     roughly,
+    slot_lines,
     steps_of_stage,
     steps_of_total,
     teacher_facts,
@@ -112,7 +113,7 @@ def _node_context(
         "slots": f"{sum(slot.usable for slot in slots)} of {len(slots)} {slots[0].kind.value}",
         "use": None if shared is None else _use_context(shared),
         "seen": duration(now - status.last_seen_at),
-        "unusable": [f"slot {slot.index}: {slot.reason}" for slot in slots if not slot.usable],
+        "unusable": slot_lines(status, now),
     }
 
 

@@ -11,6 +11,7 @@ from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.cluster.change_script import parse_script
+from job_server.cluster.quarantine import BY_HAND
 from job_server.jobs.events import (
     Demanded,
     Event,
@@ -408,6 +409,7 @@ class JobService:
         with engine.lock:
             if engine.registry.note_report(node_id, report, self.now()):
                 engine.slots_moved = True
+            engine.judge_slots(node_id)
             trouble: Exception | None = None
             for entry in list(engine.jobs.values()):
                 pods = tuple(pod for pod in report.pods if _is_of(entry, pod))
@@ -441,6 +443,23 @@ class JobService:
         """
         with self.engine.lock:
             return self.engine.limit_node(node_id, limit.slots)
+
+    def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:
+        """Put a slot in quarantine, or take it back; return its node's NodeStatus.
+
+        Raises:
+            NotFound: the node is not registered, or has no such slot.
+            Conflict: it cannot be taken back.
+        """
+        engine = self.engine
+        with engine.lock:
+            if order.take_back:
+                engine.take_back(node_id, order.slot)
+            else:
+                engine.quarantine(node_id, order.slot, BY_HAND, order.why)
+            engine.converge()
+            engine.wake_timer()
+            return engine.registry.status(engine.registry.get(node_id), self.now())
 
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""

@@ -36,6 +36,9 @@ CREATE TABLE events (
 # Later than the others: a server that does not know them leaves them alone.
 _LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS limits (node_id TEXT PRIMARY KEY, slots INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS quarantines (
+    node_id TEXT NOT NULL, slot INTEGER NOT NULL, data TEXT NOT NULL, PRIMARY KEY (node_id, slot)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS task_queues (name TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tasks (
     name TEXT NOT NULL,
@@ -250,6 +253,22 @@ class Store:
             db.execute("DELETE FROM limits WHERE node_id = ?", (node_id,))
             if slots is not None:
                 db.execute("INSERT INTO limits (node_id, slots) VALUES (?, ?)", (node_id, slots))
+
+    def quarantines(self) -> list[tuple[str, Any]]:
+        """Return node and what save_quarantine was given, of each slot; None: it is not JSON."""
+        rows = self._read("SELECT node_id, data FROM quarantines ORDER BY node_id, slot")
+        return [(str(node_id), _from_text(data)) for node_id, data in rows]
+
+    def save_quarantine(self, node_id: str, slot: int, data: object | None) -> None:
+        """Write what is remembered of a slot; None: nothing."""
+        with self._writing(durable=True) as db:
+            if data is None:
+                db.execute(
+                    "DELETE FROM quarantines WHERE (node_id, slot) = (?, ?)", (node_id, slot)
+                )
+            else:
+                row = (node_id, slot, _to_text(data))
+                db.execute("INSERT OR REPLACE INTO quarantines VALUES (?, ?, ?)", row)
 
     def task_queues(self) -> list[str]:
         """Return the names of the task queues."""

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from job_server.api.wire import Demand, DesiredState, JobSpec, JobState, Kill, Resize
-from job_server.cluster.placement import Cluster, deal_ports, explain_shortage, find_node, place
+from job_server.cluster.placement import (
+    Cluster,
+    deal_ports,
+    explain_shortage,
+    find_node,
+    place,
+    slots_in_quarantine,
+)
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
     Demanded,
@@ -317,6 +324,12 @@ def _preempt(work: TeacherWork, pod_ids: frozenset[str]) -> None:
 
 def _adjust(work: TeacherWork) -> None:
     """Have as many pods as are wanted and find a place."""
+    for pod in work.job.staying:
+        for slot in slots_in_quarantine(work.cluster, pod.site).values():
+            work.release(pod.pod_id)
+            work.note(
+                f"pod {pod.pod_id} leaves slot {slot.index}: in quarantine: {slot.quarantine}"
+            )
     job = work.job
     here = [pod for pod in job.staying if not is_silent(work, pod)]
     surplus = len(here) - job.wanted

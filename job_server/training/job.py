@@ -362,6 +362,18 @@ class Announced:
     waiting: str = ""  # what the job waits for
     standby: str = ""  # why a standby cannot be prepared, or covers less than was asked for
     plain: bool = False  # that no trainer has called the elastic loop
+    quarantine: str = ""  # why a pod stays on a slot in quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadSlot:
+    """A slot that is to be put in quarantine, as a pod's exit has shown."""
+
+    node_id: str
+    slot: int
+    name: str  # of the fault
+    why: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +418,8 @@ class Job:
     announced: Announced = Announced()
     share: Share = Share()
     error: FirstError | None = None  # of the last stage that failed; None: none did
+    bad_slots: tuple[BadSlot, ...] = ()  # the newest, which the server puts in quarantine
+    evacuations: int = 0  # changes away from slots in quarantine that did not come about, in a row
     progress: JobProgress = JobProgress()
 
     @property

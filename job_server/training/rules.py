@@ -17,7 +17,12 @@ from job_server.api.wire import (
     RestoreFrom,
     Way,
 )
-from job_server.cluster.placement import Cluster, explain_shortage, serving_nodes
+from job_server.cluster.placement import (
+    Cluster,
+    explain_shortage,
+    serving_nodes,
+    slots_in_quarantine,
+)
 from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
 from job_server.training.allocation import (
@@ -34,6 +39,7 @@ from job_server.training.changes import (
     store_script_clock,
     take_next,
 )
+from job_server.training.evacuation import evacuate
 from job_server.training.fencing import count_fenced, fenced_at, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
@@ -420,7 +426,11 @@ def grace_deadline(job: Job, cluster: Cluster) -> float:
 def _begin_start(work: Work) -> None:
     job = work.job
     allotted = {} if job.share.allotment is None else job.share.allotment.nodes
-    stay = [pod for pod in job.known_pods(job.recovery_pods) if pod.usable]
+    stay = [
+        pod
+        for pod in job.known_pods(job.recovery_pods)
+        if pod.usable and not slots_in_quarantine(work.cluster, pod.site)
+    ]
     if job.spec.share:
         stay = list(split(tuple(stay), allotted)[0])
         if _leaves_its_state(work, {*allotted, *(pod.site.node_id for pod in stay)}):
@@ -550,6 +560,7 @@ RULES: tuple[Callable[[Work], None], ...] = (
     stop_overdue,
     give_way,
     halt,
+    evacuate,
     _advance_preparing,
     _unpark,
     _kill_stuck,

@@ -230,7 +230,11 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         stages=tuple(_live(job, record) for record in job.records),
         teachers=None,
         promise=progress.promise,
-        warnings=tuple(text for text in (plain_warning(job), *hang_texts(job)) if text),
+        warnings=tuple(
+            text
+            for text in (plain_warning(job), job.announced.quarantine, *hang_texts(job))
+            if text
+        ),
         saving=progress.saving if _is_saving(job) else None,
         saved=job.ending.saved,
         allotment=_allotment(job),

@@ -5,7 +5,9 @@ from dataclasses import replace
 from job_server.api.wire import PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import StepWork
-from job_server.training.job import Job, JobStage, TrainingPod
+from job_server.training.job import BadSlot, Job, JobStage, TrainingPod
+
+MAX_BAD_SLOTS = 16
 
 
 class Work(StepWork[Job]):
@@ -38,6 +40,11 @@ class Work(StepWork[Job]):
             member, phase=phase, step=step, snapshot_is_current=snapshot_is_current, durable=durable
         )
         self.set_stage(held.with_member(changed))
+
+    def quarantine(self, node_id: str, slot: int, name: str, why: str) -> None:
+        """Have the server put a slot in quarantine; `name` is that of the fault."""
+        bad = BadSlot(node_id=node_id, slot=slot, name=name, why=why, at=self.now)
+        self.set(bad_slots=(*self.job.bad_slots, bad)[-MAX_BAD_SLOTS:])
 
 
 def is_silent(work: Work, pod: TrainingPod) -> bool:

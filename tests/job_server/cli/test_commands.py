@@ -164,6 +164,21 @@ def test_capacity_keeps_slots_of_a_node_from_shared_jobs(server, run):
     assert "expected a number or all, got 'few'" in run("capacity", "web", "--slots", "few")[1]
 
 
+def test_capacity_puts_a_slot_in_quarantine_and_takes_it_back(server, run):
+    server.api().register_node(cpu_node("sick", job_id=None, folders=("none",), addr="10.1.1.2"))
+    code, out = run("capacity", "sick", "--quarantine", "1")
+    assert (code, out) == (0, "sick: slot 1 is in quarantine: its pods leave, and none comes\n")
+    shown = [line for line in run("nodes")[1].splitlines() if line.startswith("sick")]
+    assert "1 of 2" in shown[0]
+    assert shown[1].startswith("sick: slot 1 is in quarantine for ")
+    assert run("capacity", "sick", "--take_back", "1") == (0, "sick: slot 1 is used again\n")
+    code, out = run("capacity", "sick", "--take_back", "1")
+    assert (code, "is not in quarantine" in out) == (1, True)
+    for wrong in ((), ("--slots", "1", "--quarantine", "1")):
+        code, out = run("capacity", "sick", *wrong)
+        assert (code, "give one of --slots N|all" in out) == (2, True)
+
+
 def test_capacity_waits_until_shared_jobs_have_left_a_node(server, run):
     api = server.api()
     api.register_node(cpu_node("web", job_id=None, folders=("none",), addr="10.1.1.1"))

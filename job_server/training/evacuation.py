@@ -1,0 +1,123 @@
+"""Have a training leave the slots that are in quarantine, and go on with the others. Pure."""
+
+from dataclasses import replace
+
+from job_server.cluster.placement import slots_in_quarantine
+from job_server.jobs.work import Goal
+from job_server.training.allocation import find_sites, make_pods
+from job_server.training.changes import ask_again, choose_way, may_change
+from job_server.training.job import JobStage, StagePod
+from job_server.training.moves import begin, dismiss_standby, fail_preparing, let_go, neutral
+from job_server.training.work import Work
+
+
+def evacuate(work: Work) -> None:
+    """Have the pods on slots in quarantine leave.
+
+    They leave by a planned change, so no step is lost. Where no trainer can go on, or such a change
+    did not come about, the trainer is killed, and the others recover without its pod.
+    """
+    if work.job.goal is not Goal.RUN or work.job.legacy:
+        return
+    _change_preparing(work)
+    job = work.job
+    stage = job.active
+    if stage is None or stage.over is not None or not stage.committed or stage.finishing:
+        return
+    bad = _bad_members(work, stage)
+    if not bad:
+        if job.evacuations or job.announced.quarantine:
+            work.set(evacuations=0, announced=replace(job.announced, quarantine=""))
+        return
+    if not job.elastic:
+        _announce(work, f"{_why(work, bad)}; its pod stays, as a change would start the job afresh")
+        return
+    if _kill(work, stage, bad) or job.spec.share or not may_change(job, work.now):
+        return
+    stay = tuple(
+        pod
+        for pod in job.known_pods(stage.pod_ids)
+        if not slots_in_quarantine(work.cluster, pod.site)
+    )
+    sites = find_sites(work, job.target - len(stay))
+    if len(stay) + len(sites) < max(1, job.spec.min_pods):
+        _announce(work, f"{_why(work, bad)}; its pod stays, as there is no other place for it")
+        return
+    why = _why(work, bad)
+    stood_by = job.preparing is not None and job.preparing.standby
+    dismiss_standby(work)
+    new = make_pods(work, sites, len(stay))
+    way = choose_way(work.job, work.cluster, stood_by=stood_by)
+    work.set(evacuations=job.evacuations + 1)
+    begin(work, (*stay, *new), way=way, reason=why, target=job.target)
+
+
+def _change_preparing(work: Work) -> None:
+    """Give up a stage in preparation that counts on a slot which is in quarantine by now."""
+    stage = work.job.preparing
+    if stage is None:
+        return
+    bad = _bad_members(work, stage)
+    if not bad:
+        return
+    if stage.standby:
+        dismiss_standby(work)
+        return
+    cause = neutral(work, _why(work, bad))
+    active = work.job.active
+    for member in bad:
+        if active is None or active.member(member.pod.pod_id) is None:
+            let_go(work, member.pod.pod_id)
+    fail_preparing(work, cause)
+    ask_again(work, stage)
+
+
+def _bad_members(work: Work, stage: JobStage) -> list[StagePod]:
+    if not any(view.quarantined for view in work.cluster.nodes):
+        return []
+    pods = work.job.pods_by_id()
+    return [
+        member
+        for member in stage.members
+        if (pod := pods.get(member.pod.pod_id)) is not None
+        and pod.usable
+        and slots_in_quarantine(work.cluster, pod.site)
+    ]
+
+
+def _kill(work: Work, stage: JobStage, bad: list[StagePod]) -> bool:
+    """Kill the trainers that cannot go on; return whether there are any."""
+    ranks = []
+    for member in bad:
+        slots = slots_in_quarantine(work.cluster, member.pod)
+        for slot, rank in zip(member.pod.slots, member.pod.ranks, strict=True):
+            if slot in slots and (slots[slot].ends_trainers or work.job.evacuations):
+                ranks.append(rank)
+    known = {rank for _, rank in stage.kill_ranks}
+    for rank in ranks:
+        if rank not in known:
+            job = work.job
+            kill = (f"kill_{job.kills + 1}", rank)
+            held = job.active
+            assert held is not None
+            kills = (*held.kill_ranks, kill)
+            work.set(active=replace(held, kill_ranks=kills), kills=job.kills + 1)
+            work.note(f"rank {rank} is ended: {_why(work, bad)}")
+    return bool(ranks)
+
+
+def _why(work: Work, bad: list[StagePod]) -> str:
+    """Return in words which slots are in quarantine, and why."""
+    parts = []
+    for member in bad:
+        slots = slots_in_quarantine(work.cluster, member.pod)
+        for slot in slots.values():
+            where = f"slot {slot.index} of {member.pod.node_id}"
+            parts.append(f"{where} is in quarantine: {slot.quarantine}")
+    return "; ".join(parts)
+
+
+def _announce(work: Work, text: str) -> None:
+    if work.job.announced.quarantine != text:
+        work.set(announced=replace(work.job.announced, quarantine=text))
+        work.note(f"warning: {text}", lasting=False)

@@ -1,0 +1,140 @@
+"""What a server makes of what clients report of their slots."""
+
+from dataclasses import replace
+
+import pytest
+
+from job_server.api import wire
+from job_server.api.errors import Conflict, NotFound
+from job_server.api.text import slot_lines
+from job_server.server.service import JobService
+from job_server.training.job import BadSlot, Job
+from tests.job_server.serving import cpu_node, open_service
+
+LOST = wire.SlotFault(name="gpu_lost", text="it has fallen off the bus")
+SPEC = wire.JobSpec(job_id="digits", pods=2, max_pods=2)
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(service: JobService, *faults: wire.SlotFault, idle_s: float = 0.0) -> None:
+    slots = (
+        wire.SlotUsage(index=0, idle_s=idle_s),
+        wire.SlotUsage(index=1, faults=faults, idle_s=idle_s),
+    )
+    service.report_node("node-a", wire.NodeReport(node_id="node-a", slots=slots))
+
+
+def usable(service: JobService) -> list[bool]:
+    (known,) = service.node_statuses()
+    return [slot.usable for slot in known.node.slots]
+
+
+def lines(service: JobService) -> list[str]:
+    (known,) = service.node_statuses()
+    return slot_lines(known, service.now())
+
+
+def test_a_slot_with_a_fault_is_in_quarantine_until_the_probe_is_over():
+    clock = Clock()
+    with open_service(now=clock) as service:
+        service.register(cpu_node())
+        report(service)
+        assert (usable(service), lines(service)) == ([True, True], [])
+        report(service, LOST)
+        assert usable(service) == [True, False]
+        clock.now += 60
+        (line,) = lines(service)
+        assert line == (
+            "slot 1 is in quarantine for 60 s: it has fallen off the bus; used again once it "
+            "was well and idle for 10 min"
+        )
+        service.register(cpu_node())  # a client that registers again changes nothing
+        assert usable(service) == [True, False]
+        clock.now += 600
+        report(service, idle_s=600.0)
+        assert usable(service) == [True, True]
+
+
+def test_a_quarantine_outlives_the_server(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        service.register(cpu_node())
+        report(service, LOST)
+    with open_service(path) as service:
+        assert usable(service) == [True, False]
+        service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
+    with open_service(path) as service:
+        assert usable(service) == [True, True]
+
+
+def test_an_operator_puts_a_slot_in_quarantine_and_takes_it_back():
+    with open_service() as service:
+        service.register(cpu_node())
+        order = wire.SlotOrder(slot=0, why="it is slow")
+        assert [each.why for each in service.order_slot("node-a", order).quarantines] == [order.why]
+        assert lines(service)[0].endswith("used again after `edl capacity node-a --take_back 0`")
+        report(service, idle_s=10**6)
+        assert usable(service) == [False, True]
+        taken_back = service.order_slot("node-a", replace(order, take_back=True))
+        assert taken_back.quarantines == ()
+        with pytest.raises(Conflict, match="slot 0 of node-a is not in quarantine"):
+            service.order_slot("node-a", replace(order, take_back=True))
+        with pytest.raises(NotFound, match="no slot 7; it has 0, 1"):
+            service.order_slot("node-a", wire.SlotOrder(slot=7))
+
+
+def test_a_slot_whose_fault_lasts_is_not_taken_back():
+    with open_service() as service:
+        service.register(cpu_node())
+        report(service, LOST)
+        with pytest.raises(Conflict, match="not taken back: it has fallen off the bus"):
+            service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
+
+
+def test_new_pods_are_placed_on_the_other_slots_and_the_job_says_why_it_has_no_more():
+    with open_service() as service:
+        service.register(cpu_node())
+        report(service, LOST)
+        service.submit(SPEC)
+        (status,) = service.statuses()
+        assert [pod.slots for pod in status.pods] == [(0,)]
+        assert status.target_pods == 2
+
+
+def test_a_slot_that_a_job_has_found_bad_is_entered_once_and_again_after_a_restart(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        service.register(cpu_node())
+        service.submit(SPEC)
+        entry = service.engine.jobs["digits"]
+        assert isinstance(entry.job, Job)
+        bad = BadSlot(node_id="node-a", slot=1, name="policy", why="NCCL says so", at=service.now())
+        entry.job = replace(entry.job, bad_slots=(bad,))
+        service.engine.store.save_job("digits", wire.encode(entry.job))
+    with open_service(path) as service:  # it was killed before it could enter that
+        assert usable(service) == [True, False]
+        service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
+    with open_service(path) as service:
+        assert usable(service) == [True, True]
+
+
+def test_what_does_not_keep_a_slot_from_use_is_said_too():
+    clock = Clock()
+    with open_service(now=clock) as service:
+        service.register(cpu_node())
+        fault = wire.SlotFault(
+            name="xid_31", text="XID 31: an error of the program's own", age_s=90
+        )
+        hot = wire.SlotUsage(index=0, throttled_by="heat, power limit", faults=(fault,))
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", slots=(hot,)))
+        assert usable(service) == [True, True]
+        assert lines(service) == [
+            "slot 0: XID 31: an error of the program's own, 2 min ago",
+            "slot 0: slowed by heat",
+        ]

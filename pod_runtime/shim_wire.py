@@ -226,5 +226,9 @@ def read_exit(folder: Path) -> PodExit | None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a small file; readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value))
+        temporary.replace(path)
+    except OSError:  # a full disk; nobody would remove it later
+        temporary.unlink(missing_ok=True)
+        raise

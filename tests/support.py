@@ -36,6 +36,17 @@ def no_descriptor_free() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
 
 
+@contextlib.contextmanager
+def nothing_writable() -> Iterator[None]:
+    """Let no file of this process grow, as on a full disk."""
+    low, high = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, high))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (low, high))
+
+
 def require(module: str, reason: str) -> None:
     """Skip the tests of a module where another one lacks, which only the programs import."""
     if importlib.util.find_spec(module) is None:

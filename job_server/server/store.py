@@ -91,9 +91,10 @@ class Store:
                 raise ConfigError(
                     f"--db: {path} is in use by another job server; stop that one or name another"
                 ) from None
-            raise ConfigError(
-                f"--db: {path} cannot be used ({error}); move it away or name another"
-            ) from None
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest says where it failed
+            of_disk = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+            remedy = "see to its disk" if of_disk else "move it away or name another"
+            raise ConfigError(f"--db: {path} cannot be used ({error}); {remedy}") from None
         except ConfigError:
             self.connection.close()
             raise
@@ -115,7 +116,8 @@ class Store:
                 )
             for statement in _LATER_TABLES.split(";"):
                 self.connection.execute(statement)
-            self.connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            if version != SCHEMA_VERSION:  # else nothing is written: the disk may be full
+                self.connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextmanager
     def _transaction(self, *, durable: bool) -> Iterator[None]:

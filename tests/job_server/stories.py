@@ -105,7 +105,7 @@ class Submission(World):
         nodes = tuple(each.node for each in story.machines.values())
         super().__init__(spec, nodes, total_steps=TOTAL_STEPS)
         self.story = story
-        self.now = story.now
+        self.now = story.server_now
         self.unsent: list[Event] = []
 
     @property
@@ -117,6 +117,16 @@ class Submission(World):
         same = found is not None and found.job.submitted_at == self.job.submitted_at
         return found if same else None
 
+    def clock_is(self, now: float, loaded: JobEntry | None) -> None:
+        """Note by how much the server moves this job's times back, as they would lie ahead."""
+        if loaded is None or loaded.job.submitted_at != self.job.submitted_at:
+            return
+        job = loaded.job
+        assert isinstance(job, Job)
+        lead_s = 0.0 if job.state.ended else max(0.0, job.progress.accrued_at - now)
+        self.set_back_s += lead_s
+        self.committed = {stage: at - lead_s for stage, at in self.committed.items()}
+
     @property
     def cluster(self) -> Cluster:
         entry = self.entry
@@ -125,7 +135,7 @@ class Submission(World):
 
     def sync(self) -> None:
         """Take in time, nodes and what the server has made of the job since; check that."""
-        self.now, self.up, self.life = self.story.now, self.story.up, self.story.life
+        self.now, self.up, self.life = self.story.server_now, self.story.up, self.story.life
         for name, machine in self.story.machines.items():
             sim = self.nodes[name]
             sim.link, sim.client, sim.seen_at = machine.link, machine.client, machine.seen_at
@@ -134,6 +144,8 @@ class Submission(World):
             before, job = self.job, entry.job
             assert isinstance(job, Job)
             self.job = job
+            # One whose pods hold nothing that is known is stopped for others in a single step.
+            self.halted |= job.reason.startswith("its pods are for others")
             self.check(before)
 
     def send(self, event: Event) -> None:
@@ -192,7 +204,8 @@ class Story:
         self.shared = shared
         self.rng = random.Random(seed)
         self.post = random.Random(seed) if late else None
-        self.now = 1_000_000.0
+        self.now = 1_000_000.0  # of all but the server, whose clock may be set between two lives
+        self.ahead_s = self.set_ahead_s = 0.0  # the server's clock: of this life, of the next one
         self.up, self.life = False, 0
         self.jobs: list[Submission] = []
         self.told: list[str] = []
@@ -213,11 +226,18 @@ class Story:
         if self.up:
             return
         self.store = FaultyStore(self._path)
-        self.service = JobService(self.store, heartbeat_s=HEARTBEAT_S, now=lambda: self.now)
+        self.ahead_s = self.set_ahead_s
+        self.service = JobService(self.store, heartbeat_s=HEARTBEAT_S, now=lambda: self.server_now)
+        for job in self.jobs:
+            job.clock_is(self.server_now, self.service.engine.jobs.get(job.job.spec.job_id))
         self.service.engine.lock.acquire()  # its timer waits: here time passes by `pass_to`
         self.up, self.life = True, self.life + 1
         with self.request():
             self.service.start()
+
+    @property
+    def server_now(self) -> float:
+        return self.now + self.ahead_s
 
     def end_server(self, *, kill: bool) -> None:
         """End it in order, or so that nothing more is written."""
@@ -318,6 +338,7 @@ class Story:
                     self.start_pod(name, spec)
                 case ReleasePod(key):
                     job, pod = by_key[key]
+                    job.sync()
                     if job.entry is not None:
                         job.check_release(pod)
                     del job.nodes[name].pods[pod.pod_id]
@@ -409,7 +430,7 @@ class Story:
             return
         job = Submission(self, spec)
         job.has_path = self.rng.choice([True, False])
-        job.job = replace(job.job, submitted_at=self.now)
+        job.job = replace(job.job, submitted_at=self.server_now)
         self.jobs.append(job)
         with contextlib.suppress(JobServerError), self.request():
             self.service.submit(spec)

@@ -105,9 +105,13 @@ class LocalStorage:
     def commit(self, path: str, content: bytes) -> None:
         target = self.root / path
         temporary = f"{path}.{os.getpid()}.part"  # two trainings may claim a folder at once
-        self.write(temporary, [content])
-        _fsync_folder(target.parent)
-        (self.root / temporary).replace(target)
+        try:
+            self.write(temporary, [content])
+            _fsync_folder(target.parent)
+            (self.root / temporary).replace(target)
+        except OSError:  # a full disk
+            self.remove(temporary)
+            raise
         while target != self.root:
             target = target.parent
             _fsync_folder(target)

@@ -8,6 +8,7 @@ import pytest
 from job_server.api.errors import ConfigError, StoreTrouble
 from job_server.api.wire import JobEvent
 from job_server.server.store import KEPT_EVENTS, Store
+from tests.support import nothing_writable
 
 
 def event(number: int, text: str = "said") -> JobEvent:
@@ -126,6 +127,18 @@ def test_a_failed_write_changes_nothing(path):
     assert [(job.data, job.last_event) for job in store.jobs()] == [({"step": 1}, 1)]
     store.save_job("digits", {"step": 2}, events=[event(2)])
     store.close()
+
+
+def test_a_database_is_opened_again_without_a_write_as_its_disk_may_be_full(path):
+    Store(path).close()
+    before = Path(path).read_bytes()
+    Store(path).close()
+    assert Path(path).read_bytes() == before
+
+
+def test_a_database_on_a_disk_that_takes_nothing_is_not_to_be_moved_away(path):
+    with nothing_writable(), pytest.raises(ConfigError, match="see to its disk"):
+        Store(path)
 
 
 def test_a_second_server_on_the_same_database_is_refused(path):

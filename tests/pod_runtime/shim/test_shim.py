@@ -19,7 +19,7 @@ import pytest
 from pod_runtime import processes, shim_wire
 from pod_runtime.shim_wire import PodExit, ShimError
 from tests.programs import loaded_by
-from tests.support import wait_until
+from tests.support import nothing_writable, wait_until
 
 StartShim = Callable[..., Path]
 
@@ -458,3 +458,9 @@ def test_a_full_disk_behind_its_log_does_not_end_the_shim_of_a_pod_that_has_ende
         ended = subprocess.run(argv, cwd=tmp_path, stderr=full, timeout=60, check=False)
     assert ended.returncode != 1  # by an error; Python says 120 of what it could not write itself
     assert not (folder / "sock").exists()
+
+
+def test_a_small_file_that_finds_no_room_leaves_nothing_behind(tmp_path):
+    with nothing_writable(), pytest.raises(OSError, match="too large"):
+        shim_wire.write_json(tmp_path / "exit.json", {"code": 0})
+    assert list(tmp_path.iterdir()) == []

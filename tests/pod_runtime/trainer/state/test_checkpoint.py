@@ -18,6 +18,7 @@ from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.storage import Storage, open_storage
 from tests.pod_runtime.trainer.states import make_host_state
+from tests.support import nothing_writable
 
 
 def fill_of(store: CheckpointStore) -> float:
@@ -242,3 +243,11 @@ def test_a_checkpoint_that_is_there_outlives_a_disk_too_full_to_say_that_it_is_o
     with pytest.raises(CheckpointError, match="step_0000000003: not written: No space left"):
         store.write(make_host_state(step=3, fill=9.0))
     assert fill_of(CheckpointStore(storage)) == 2.5
+
+
+def test_a_file_that_finds_no_room_leaves_the_one_before_and_nothing_else(tmp_path):
+    storage = open_storage(tmp_path)
+    storage.commit("owner.json", b"before")
+    with nothing_writable(), pytest.raises(OSError, match="too large"):
+        storage.commit("owner.json", b"after")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]

@@ -1,0 +1,63 @@
+"""Chaos as a program: its plan follows from the seed, and a run of it holds."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import plan
+from benchmarks.chaos.histories import run_history
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def first(count: int, seed: int, only: tuple[str, ...] = plan.KINDS) -> list[plan.Action]:
+    return list(itertools.islice(plan.actions(seed, only), count))
+
+
+def test_what_is_done_follows_from_the_seed_alone():
+    assert first(50, 7) == first(50, 7)
+    assert first(50, 7) != first(50, 8)
+
+
+def test_everything_happens_sooner_or_later_in_every_phase():
+    found = first(3000, 1)
+    assert {action.kind for action in found} == set(plan.KINDS)
+    assert {action.phase for action in found} == {"", *plan.PHASES}
+    assert {action.kind for action in first(50, 1, ("resize",))} == {"resize"}
+
+
+def test_a_history_that_does_not_hold_is_a_line_with_its_seed(tmp_path, monkeypatch):
+    def fail(_story: object) -> None:
+        raise AssertionError("lost")
+
+    assert run_history(tmp_path, 3) == ""
+    monkeypatch.setattr("tests.job_server.stories.Story.finish", fail)
+    assert run_history(tmp_path, 3).startswith("history 3: AssertionError: lost (fail, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_a_minute_of_chaos_loses_nothing_leaves_nothing_and_is_replayed(tmp_path, framework):
+    pytest.importorskip(framework)
+    log, again = tmp_path / "log", tmp_path / "again"
+    chaos = [sys.executable, "-m", "benchmarks.chaos", "--keep", str(tmp_path / "kept"), "--log"]
+    options = ["--minutes", "0.5", "--framework", framework]
+    runs = ([str(log), "--seed", "1", *options], [str(again), "--replay", str(log)])
+    for arguments in runs:
+        done = subprocess.run(
+            [*chaos, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "goodput" in done.stdout
+    assert actions_of(again) == actions_of(log)
+
+
+def actions_of(log: Path) -> list[object]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line["action"] for line in lines if "action" in line]

@@ -1,6 +1,5 @@
 """A search over real trainings: whatever is killed, no trial is lost and none counts twice."""
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -16,12 +15,9 @@ from search.study_file import read_study
 from tests.e2e.test_shared_jobs import SharingCluster
 from tests.support import ROOT, wait_until
 
+pytest.importorskip("paddle", reason="trains with Paddle")
 pytest.importorskip("optuna")
 from search.store import StudyStore
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
-)
 
 PATIENCE_S = 300.0
 
@@ -33,7 +29,7 @@ class SearchingCluster(SharingCluster):
         super().__init__(folder, slots=slots)
         home = self.home("scored")
         home.mkdir(parents=True)
-        program = ROOT / "tests" / "e2e" / "scored_train_torch.py"
+        program = ROOT / "tests" / "e2e" / "scored_train.py"
         (home / "train.sh").write_text(
             f"exec {sys.executable} -m pod_runtime.launch --log_dir {home}/log/$PADDLE_POD_ID "
             f'{program} --checkpoint {home}/$PADDLE_JOB_ID "$@"\n'

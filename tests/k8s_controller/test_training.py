@@ -1,7 +1,6 @@
 """A TrainingJob with real trainers: its pods come and go, and no step is lost."""
 
 import contextlib
-import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,31 @@ from pod_runtime.verify import main as verify
 from tests.k8s_controller.cluster.cluster import Cluster
 from tests.k8s_controller.jobs import training_job
 from tests.k8s_controller.running import LiveJob, running_controller
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, require, wait_until
 
 DEFINITION = ROOT / "manifests" / "crd.yaml"
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is missing"),
-]
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("first", "more", "fewer"),
+    ("framework", "program", "first", "more", "fewer"),
     [
-        pytest.param(1, 3, 2, id="short"),
-        pytest.param(2, 5, 3, id="long", marks=pytest.mark.slow),
+        pytest.param("paddle", "count_train.py", 1, 3, 2, id="short"),
+        pytest.param("torch", "count_train_torch.py", 2, 5, 3, id="long", marks=pytest.mark.slow),
     ],
 )
-def test_a_job_is_scaled_and_drained_without_losing_a_step(tmp_path: Path, first, more, fewer):
+def test_a_job_is_scaled_and_drained_without_losing_a_step(
+    tmp_path: Path, framework: str, program: str, first: int, more: int, fewer: int
+):
+    require(framework, "trains with it")
     with Cluster(tmp_path / "pods") as cluster:
         (tmp_path / "pods").mkdir(exist_ok=True)
         for number in range(2):
             cluster.kubelet.add_node(f"node-{number}")
         cluster.apply_file(DEFINITION)
         with running_controller(cluster, tmp_path):
-            job = LiveJob(cluster, counting_job(tmp_path, replicas=first, maxReplicas=more))
+            job = LiveJob(cluster, counting_job(tmp_path, program, replicas=first, maxReplicas=more))
             wait_until(lambda: job.trains_with(first), 120, "the first start")
             job.change(replicas=more)
             wait_until(lambda: job.trains_with(more), 120, "more pods")
@@ -56,14 +55,14 @@ def test_a_job_is_scaled_and_drained_without_losing_a_step(tmp_path: Path, first
     check_each_sample_counted_once(tmp_path)
 
 
-def counting_job(folder: Path, **spec: Any) -> dict[str, Any]:
+def counting_job(folder: Path, program: str, **spec: Any) -> dict[str, Any]:
     job = training_job(minReplicas=1, **spec)
     pod = job["spec"]["template"]["spec"]
     pod["terminationGracePeriodSeconds"] = 90
     pod["containers"][0] |= {
         "command": ["python", "-m", "pod_runtime.launch"],
         "args": [
-            str(ROOT / "tests" / "e2e" / "count_train_torch.py"), "--samples=480",
+            str(ROOT / "tests" / "e2e" / program), "--samples=480",
             "--epochs=10000", f"--checkpoint={folder}/checkpoint", f"--out={folder}/seen.npy",
             f"--end={folder}/end",
         ],

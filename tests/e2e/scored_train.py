@@ -3,10 +3,18 @@
 import argparse
 import time
 
-import torch
-from torch import nn
+import numpy as np
+import paddle
 
 from pod_runtime import elastic
+
+
+class Pairs(paddle.io.Dataset):
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.float32([1.0]), np.float32([2.0])
 
 
 def main() -> None:
@@ -16,15 +24,10 @@ def main() -> None:
     parser.add_argument("--step_s", type=float, default=0.1)
     parser.add_argument("--checkpoint")
     args = parser.parse_args()
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = paddle.nn.Linear(1, 1)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     loop = elastic.Loop(
-        model,
-        optimizer,
-        [(torch.tensor([1.0]), torch.tensor([2.0])) for _ in range(160)],
-        batch_size=16,
-        epochs=args.epochs,
-        checkpoint=args.checkpoint,
+        model, optimizer, Pairs(), batch_size=16, epochs=args.epochs, checkpoint=args.checkpoint
     )
     for epoch in loop.epochs():
         for step in epoch:

@@ -9,6 +9,7 @@ the framework and what that imports. In a new interpreter the import takes two s
 import atexit
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -189,6 +190,8 @@ def _main() -> None:
     importlib.import_module(framework)  # this is what takes long
     if framework == "torch":  # imports as much again with a process's first optimizer
         importlib.import_module("torch._dynamo")
+    elif importlib.util.find_spec("sklearn") is not None:  # has the digits; takes as long as Paddle
+        importlib.import_module("sklearn.model_selection")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _serve(framework, socket.socket(fileno=int(sys.argv[2])))
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,21 +4,34 @@ Handwritten digits: 1,797 real grey images of 8x8 pixels that come inside scikit
 nothing is downloaded.
 """
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
 import paddle
 from paddle import nn
 from paddle.io import Dataset
-from sklearn.datasets import load_digits
 
 TEST_IMAGES = 360
 SIDE = 32  # pixels: what LeNet-5 was made for, and ResNet50 accepts
+
+
+def read_digits():
+    """Return the pixels (1797, 64), from 0 to 16, and the labels.
+
+    From scikit-learn's file: to import scikit-learn takes as long as to import the framework, and
+    each trainer that starts would wait for it.
+    """
+    folder = Path(importlib.util.find_spec("sklearn").origin).parent
+    table = np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    return table[:, :-1], table[:, -1]
 
 
 class Digits(Dataset):
     """One of the two parts. Each item: image (channels, 32, 32) float32 in [-1, 1], label int64."""
 
     def __init__(self, part: str, channels: int, limit: int | None = None) -> None:
-        images, labels = load_digits(return_X_y=True)
+        images, labels = read_digits()
         order = np.random.RandomState(0).permutation(len(labels))  # the same split on every rank
         mine = order[:TEST_IMAGES] if part == "test" else order[TEST_IMAGES:][:limit]
         images = images[mine].reshape(-1, 1, 8, 8).astype("float32") / 8 - 1

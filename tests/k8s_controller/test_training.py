@@ -37,7 +37,9 @@ def test_a_job_is_scaled_and_drained_without_losing_a_step(
             cluster.kubelet.add_node(f"node-{number}")
         cluster.apply_file(DEFINITION)
         with running_controller(cluster, tmp_path):
-            job = LiveJob(cluster, counting_job(tmp_path, program, replicas=first, maxReplicas=more))
+            job = LiveJob(
+                cluster, counting_job(tmp_path, program, replicas=first, maxReplicas=more)
+            )
             wait_until(lambda: job.trains_with(first), 120, "the first start")
             job.change(replicas=more)
             wait_until(lambda: job.trains_with(more), 120, "more pods")

@@ -14,7 +14,7 @@ class Pairs(paddle.io.Dataset):
         return 160
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.float32([1.0]), np.float32([2.0])
+        return np.array([1.0], "float32"), np.array([2.0], "float32")
 
 
 def main() -> None:

@@ -15,6 +15,14 @@ _PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OomKills:
+    """How many processes the kernel's OOM killer has killed so far."""
+
+    count: int
+    of: str  # whose they were, in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
     """A group's limit, and what is left of it, in bytes."""
 
@@ -74,6 +82,26 @@ def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
     if not totals:
         return None
     return MemoryLimit(total=min(totals), available=min(available))
+
+
+def oom_kills(proc: Path = _PROC) -> OomKills | None:
+    """Return what the kernel has killed for lack of memory. None: nothing here counts that.
+
+    The kernel counts before it kills, so a parent that sees a death sees its count. What this
+    process' group has no file for is counted for the whole machine.
+    """
+    for folder in _groups("memory", proc):
+        for name in ("memory.events", "memory.oom_control"):  # v2, v1
+            count = _counter(folder / name)
+            if count is not None:
+                return OomKills(count=count, of="its control group")
+    count = _counter(proc.parent / "vmstat")
+    return None if count is None else OomKills(count=count, of="this machine")
+
+
+def _counter(path: Path) -> int | None:
+    found = re.search(r"^oom_kill (\d+)$", _text(path), re.MULTILINE)
+    return None if found is None else int(found[1])
 
 
 def _groups(controller: str, proc: Path) -> Iterator[Path]:

@@ -25,9 +25,13 @@ def read_tail(path: Path, start: int = 0) -> list[str]:
     return data.decode(errors="replace").splitlines()
 
 
-def last_lines(log: Path) -> tuple[str, ...]:
-    """Return the last lines that are not blank, shortened, to show why a script ended."""
-    lines = [line[:LINE_CHARS] for line in read_tail(log) if line.strip()]
+def last_lines(log: Path, start: int = 0) -> tuple[str, ...]:
+    """Return the last lines that are not blank, shortened, to show why a script ended.
+
+    Args:
+        start: as of `read_tail`.
+    """
+    lines = [line[:LINE_CHARS] for line in read_tail(log, start) if line.strip()]
     return tuple(lines[-LINES:])
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
 from job_server.api.command_line import make_token, read_token
 from job_server.api.errors import ConfigError
+from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import (
     HANG_POLICIES,
     USUAL_SPARES,
@@ -127,6 +128,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="1: trainers ready for a crash; 2: or a lost pod",
     )
     add("--max_failures", type=int, default=20, metavar="N", help="then the job has failed (20)")
+    add(
+        "--failure_policy",
+        metavar="FILE.yaml",
+        help="which failures are tried again, where, and which end the job; see docs/failures.md",
+    )
 
     add = parser.add_argument_group("what hangs").add_argument
     add(
@@ -255,6 +261,9 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         max_run_time_s=args.max_run_time,
         hang_policy=args.hang_policy,
         hang_limits=HangLimits(**args.hang_limits),
+        failure_policy=()
+        if args.failure_policy is None
+        else read_policy_file("--failure_policy", args.failure_policy),
     )
     return spec, None if gpus else slots
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from job_server.api.codec import Int, Message, WireError, decode, encode
+from job_server.api.failure_policy import MAX_RULES, FailureRule
 
 __all__ = [
     "Message",
@@ -528,6 +529,8 @@ class PodReport(Message, frozen=True, kw_only=True):
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
     hung_s: float = 0.0  # HUNG; FAILED: it was killed, as it had given no sign of life for so long
     paces: tuple[RankPace, ...] = ()  # PROGRESS: of its trainers; each is sent once
+    events: tuple[str, ...] = ()  # FAILED: what was seen from outside, as `FailureRule.event`
+    last_lines: tuple[str, ...] = ()  # FAILED: the last that the trainer wrote
 
     def __post_init__(self) -> None:
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
@@ -690,9 +693,14 @@ class JobSpec(Message, frozen=True, kw_only=True):
     max_run_time_s: float | None = None  # of running, not waiting; then it is stopped; None: any
     hang_policy: str = "restart"  # say, restart or fail, at ten times a limit of `hang_limits`
     hang_limits: HangLimits = HangLimits()
+    failure_policy: tuple[FailureRule, ...] = ()  # they come before those of EDL
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
+        if len(self.failure_policy) > MAX_RULES:
+            raise WireError(
+                f"failure_policy: at most {MAX_RULES} rules, got {len(self.failure_policy)}"
+            )
         if self.folder is not None:
             check_id("folder", self.folder)
         _check_args(self.args)
@@ -765,6 +773,7 @@ _TRAINING_ONLY = {  # field -> its default
     "share": False,
     "hang_policy": "restart",
     "hang_limits": HangLimits(),
+    "failure_policy": (),
 }
 _SHARED_ONLY = {  # field -> its default
     "priority": 0,

@@ -7,8 +7,9 @@ from typing import Any
 import yaml
 
 from job_server.api.amounts import cores, megabytes, seconds
-from job_server.api.codec import Message
+from job_server.api.codec import Message, WireError, encode
 from job_server.api.errors import ConfigError
+from job_server.api.failure_policy import FailureRule, read_policy_file, read_rules
 from job_server.api.wire import HangLimits, JobSpec, ScriptSpec
 
 _SHORT = {"name": "job_id", "min": "min_pods", "max": "max_pods"}
@@ -51,7 +52,20 @@ def read_job_file(name: str) -> dict[str, Any]:
                 f"--file: {name}: hang_limits: expected fields, such as 'step_s: 120'"
             )
         _check_keys(name, "hang_limits.", data["hang_limits"], HangLimits)
+    if "failure_policy" in data:
+        data["failure_policy"] = encode(_failure_policy(name, data["failure_policy"]))
     return data
+
+
+def _failure_policy(name: str, given: object) -> tuple[FailureRule, ...]:
+    """Read a job's rules, which stand here or in a file that is named here, beside this one."""
+    if isinstance(given, str):
+        path = Path(name).parent / given
+        return read_policy_file(f"--file: {name}: failure_policy", str(path))
+    try:
+        return read_rules(given)
+    except WireError as error:
+        raise ConfigError(f"--file: {name}: failure_policy: {error}") from None
 
 
 def _load(name: str) -> dict[str, Any]:

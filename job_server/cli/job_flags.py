@@ -7,6 +7,7 @@ from typing import Any
 from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
 from job_server.api.codec import WireError, decode, encode
 from job_server.api.errors import ConfigError
+from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import HANG_POLICIES, USUAL_SPARES, JobKind, JobSpec, ScriptKind
 from job_server.cli.job_file import read_job_file
 from job_server.server.config import read_script_file
@@ -81,6 +82,11 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in _BUDGETS:
         add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
+    add(
+        "--failure_policy",
+        metavar="FILE.yaml",
+        help="which failures are tried again, where, and which end the job; docs/failures.md",
+    )
     add_hang_flags(parser)
     add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")
     add(
@@ -184,6 +190,9 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
         if given is not None:
             fields[name] = None if given == "none" and name in _BUDGETS else given
     fields["script"] = _script(args, fields.get("script", {}))
+    if args.failure_policy is not None:
+        rules = read_policy_file("--failure_policy", args.failure_policy)
+        fields["failure_policy"] = encode(rules)
     if fields.get("kind") != JobKind.TEACHER.value:
         fields.setdefault("spares", USUAL_SPARES)
     if "job_id" not in fields:

@@ -114,6 +114,7 @@ def place(
     count: int,
     held: Mapping[str, frozenset[int]],
     leaving: Mapping[str, frozenset[int]],
+    avoid: Mapping[str, frozenset[int]] | None = None,
     first: str = "",
 ) -> tuple[Site, ...]:
     """Return sites for up to `count` new pods; fewer where not so many slots can be had.
@@ -125,17 +126,20 @@ def place(
         held: node -> slots that pods of this job keep.
         leaving: node -> slots of this job's pods that are on their way out. They are used only
             when nothing else is free: the client starts a pod there once they are released.
+        avoid: node -> slots that are used only when nothing else can be had at all.
         first: the node that is filled before the others, if it is there.
     """
     nodes = sorted(serving_nodes(spec, cluster, now), key=lambda view: view.node.node_id != first)
     sites: list[Site] = []
     used: dict[str, frozenset[int]] = dict(held)
-    for second_choice in (False, True):
+    avoid = {} if avoid is None else avoid
+    nothing: frozenset[int] = frozenset()
+    # Slots that are taken, and are left out for now: a slot may be both.
+    for later in ((leaving, avoid), (avoid,), ()) if avoid else ((leaving,), ()):
         for view in nodes:
             node = view.node
-            barred = used.get(node.node_id, frozenset())
-            if not second_choice:
-                barred |= leaving.get(node.node_id, frozenset())
+            barred = used.get(node.node_id, nothing)
+            barred = barred.union(*(slots.get(node.node_id, nothing) for slots in later))
             free = [index for index in usable_slots(view) if index not in barred]
             while len(sites) < count and len(free) >= spec.slots_per_pod:
                 slots, free = tuple(free[: spec.slots_per_pod]), free[spec.slots_per_pod :]

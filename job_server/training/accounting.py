@@ -278,7 +278,8 @@ def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryV
             give_up = f"preempted more than {limit} times (max_preemptions)"
             return RetryVerdict(budget, f"{give_up}; the last time: {cause.text}")
         return RetryVerdict(budget, "")
-    if cause.kind is not CauseKind.FAILURE:
+    ignored = cause.kind is CauseKind.IGNORED
+    if cause.kind is not CauseKind.FAILURE and not ignored:
         return RetryVerdict(replace(budget, retry_at=now), "")
     progressed = _progressed(job, budget.step_at_failure, ran_s)
     in_row = 1 if progressed else budget.failures_in_row + 1
@@ -287,7 +288,7 @@ def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryV
     before = tuple(fault for fault in budget.faults if fault.step is not None or not progressed)
     budget = replace(
         budget,
-        failures=budget.failures + 1,
+        failures=budget.failures + (not ignored),
         failures_in_row=in_row,
         faults=cause.faults,
         step_at_failure=max(budget.step_at_failure, job.progress.best_step),

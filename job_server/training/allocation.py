@@ -3,10 +3,14 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from job_server.api.text import counted
 from job_server.api.wire import PlanPod, RestoreFrom
 from job_server.cluster.placement import Site, deal_ports, find_node, gather, place
-from job_server.training.job import Job, JobStage, TrainingPod, age, occupied
+from job_server.training.job import Avoided, Job, JobStage, TrainingPod, age, occupied
 from job_server.training.work import Work, silent_pods
+
+AVOID_S = 3600.0  # for so long a job avoids a slot on which something went wrong
+MAX_AVOIDED = 1000
 
 
 def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
@@ -18,6 +22,7 @@ def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
         count=count,
         held=slots_of_stayers(work.job),
         leaving=slots_of_leavers(work.job),
+        avoid=avoided_slots(work),
         first=first,
     )
 
@@ -35,8 +40,49 @@ def find_sites_on(work: Work, wanted: Mapping[str, int], first: str = "") -> tup
                 count=wanted[node_id],
                 held=slots_of_stayers(work.job),
                 leaving=slots_of_leavers(work.job),
+                avoid=avoided_slots(work),
             )
     return tuple(sites)
+
+
+def avoid(work: Work, node_id: str, slots: tuple[int, ...], why: str) -> None:
+    """Use these slots for a while only where no others are free; pods leave them at a start."""
+    kept = [each for each in work.job.avoided if work.now < each.until]
+    held = [each for each in kept if (each.node_id, each.slots) != (node_id, slots)]
+    new = Avoided(node_id=node_id, slots=slots, until=work.now + AVOID_S, why=why)
+    work.set(avoided=(*held[1 - MAX_AVOIDED :], new))
+    shown = counted(len(slots), "slot") if len(slots) > 1 else f"slot {slots[0]}"
+    work.note(f"{shown} of node {node_id}: others are used if there are free ones", lasting=False)
+
+
+def avoided_slots(work: Work) -> dict[str, frozenset[int]]:
+    """Return node -> slots that the job uses only where no others are free."""
+    return gather((a.node_id, a.slots) for a in work.job.avoided if work.now < a.until)
+
+
+def find_movers(work: Work, stay: list[TrainingPod], to_add: Mapping[str, int] | int) -> set[str]:
+    """Return the pods on avoided slots for which a start finds other slots.
+
+    Args:
+        to_add: how many pods the start needs besides; of a shared job, on each node.
+    """
+    avoided = avoided_slots(work)
+
+    def is_clean(place: Site) -> bool:
+        return avoided.get(place.node_id, frozenset()).isdisjoint(place.slots)
+
+    doubtful = [pod for pod in stay if not is_clean(pod.site)]
+    movers: set[str] = set()
+    if isinstance(to_add, int):
+        sites = find_sites(work, to_add + len(doubtful)) if doubtful else ()
+        free = max(0, sum(map(is_clean, sites)) - to_add)
+        return {pod.pod_id for pod in doubtful[:free]}
+    for node_id in {pod.site.node_id for pod in doubtful}:
+        own, needed = [p for p in doubtful if p.site.node_id == node_id], to_add.get(node_id, 0)
+        sites = find_sites_on(work, {node_id: needed + len(own)})
+        free = max(0, sum(map(is_clean, sites)) - needed)
+        movers |= {pod.pod_id for pod in own[:free]}
+    return movers
 
 
 def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:

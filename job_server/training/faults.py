@@ -1,131 +1,104 @@
-"""Decide which errors are permanent, so that another try would fail the same way. Pure.
+"""Judge failures by the job's failure policy, and tell permanent errors apart. Pure.
 
-A trainer describes the exception that ended it, and this module judges:
-
-- *at once*: a second try runs the same code into the same error (a SyntaxError, a missing module, a
-wrong command line);
-
-- *the second time*: any other exception that has come again with the same type, text and line, at
-the same committed step, in processes that were started again in between;
-
-- *never*: what the next try may not meet (a full disk, a lost connection, a device that failed).
-Such an error is no `Fault`; only the budgets count it. A signal is none either.
+A trainer describes the exception that ended it, its launcher what else was seen; the first rule of
+the policy that the failure meets says what is done. An error that is final, at once or the second
+time, becomes a `Fault`; what the next try may not meet is counted by the budgets alone.
 """
 
 import errno
 import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from job_server.api.wire import RaisedError, TrainerError
+from job_server.api.failure_policy import (
+    HANG,
+    LINE_CHARS,
+    FailedProcess,
+    FailureRule,
+    Then,
+    default_policy,
+    found_in,
+    matches_name,
+)
+from job_server.api.text import describe_exit
+from job_server.api.wire import JobSpec, RaisedError, TrainerError
 from job_server.training.job import Fault
 
-USAGE_EXIT = 2  # argparse's, and by custom: the command line is wrong
 TEXT_CHARS = 600  # of an exception with its explanation
+LAST_LINES = 20  # of what a process wrote, in which patterns are looked for
 
-_AT_ONCE = frozenset(
-    {
-        "SyntaxError",
-        "ImportError",
-        "pod_runtime.trainer.errors.InUseError",
-        "pod_runtime.trainer.errors.UsageError",
-        "distill_reader.errors.UsageError",
-    }
-)
-# These OSErrors are permanent: a file or its rights will not change by themselves. All others may
-# pass, also those without a number: libraries raise them for any trouble of a network.
-_LASTING_ERRNOS = frozenset(
-    {
-        errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
-        errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS,
-    }
-)  # fmt: skip
-_LASTING_TYPES = frozenset(
-    {
-        "FileExistsError", "FileNotFoundError", "IsADirectoryError", "NotADirectoryError",
-        "PermissionError",
-    }
-)  # fmt: skip
-# Matched against names of classes, of this package and of any library.
-_PASSING_TYPE = re.compile(
-    r"Timeout|TimedOut|Connect|Network|Transport|Unavailable|Unreachable|Retry|Temporar|Throttl"
-    r"|MemoryError|OutOfMemory|ResourceExhausted|HTTP|Http|SSL|Ssl|Socket|gaierror|EOFError"
-    r"|IncompleteRead|BrokenPipe|NoTeacher|TeacherBusy|TeacherGone|PeerLost|LinkError"
-    r"|CheckpointError|KeyboardInterrupt|BrokenProcessPool|BrokenExecutor"
-)
-_PASSING_TEXT = re.compile(
-    r"cuda\w*[ _]?(error|runtime|driver|kernel)|cu(dnn|blas|fft|solver|sparse)|nccl|gloo\b"
-    r"|\becc\b|\bxid\b|out of memory|bad_?alloc|cannot allocate|not enough memory"
-    r"|resource ?exhausted|time[ds]?[ -]?out|deadline exceeded|connection|socket|broken pipe"
-    r"|unreachable|unavailable|temporar|try again|no space left|quota|input/output error"
-    r"|stale file|stale nfs|in use|resource busy|too many open files|name resolution"
-    r"|worker.*(exited|killed|died)|killed by signal|remote end",
-    re.IGNORECASE,
-)
-
-_ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _PROCESS = re.compile(r"\b(pid|process|thread|port|tid)([ =:#(-]*)\d+", re.IGNORECASE)
 _TEMPORARY = re.compile(r"\btmp[._]?\w{8,10}\b")
 _POD = re.compile(r"\bpod_\d+_\d+(_\d+)?\b")
 
 
-def fault_of(who: str, *, code: int | None, error: TrainerError | None, words: str) -> Fault | None:
-    """Return the fault that ended a trainer. None: the error may go away.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What is known of a process that has failed.
 
-    Args:
-        code: exit code, negative for a signal; None: not known.
-        error: None: the trainer raised nothing, or did not describe it.
-        words: the last that it wrote, where there is no error.
+    Of `lines` no more than the last are looked at, whatever a launcher sends.
     """
-    if error is not None:
-        if any(may_pass(raised) for raised in error.chain):
-            return None
-        return Fault(
-            who=who,
-            text=str(error)[:TEXT_CHARS],
-            mark=_mark(error),
-            at_once=_is_final(error.chain[0]),
-            step=error.step,
-        )
-    if code == USAGE_EXIT and not _may_read_later(words):
-        text = f"exited with {code}" + (f": {words}" if words else "")
-        return Fault(who=who, text=text[:TEXT_CHARS], mark=normal(text), at_once=True)
-    return None
+
+    of: FailedProcess
+    code: int | None  # exit code, negative for a signal; None: not known
+    error: TrainerError | None = None  # None: it raised nothing, or did not describe it
+    words: str = ""  # the last that it wrote, in short
+    lines: tuple[str, ...] = ()  # the last lines that it wrote
+    events: tuple[str, ...] = ()  # what was seen from outside, as `FailureRule.event`
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        return tuple(line[:LINE_CHARS] for line in self.lines[-LAST_LINES:])
 
 
-def fault_of_pod(who: str, *, code: int | None, words: str) -> Fault | None:
-    """Return the fault of a pod whose script never reached training. None: it may go away.
+def policy_of(spec: JobSpec) -> tuple[FailureRule, ...]:
+    """Return the rules that come before those of EDL."""
+    if spec.hang_policy != "fail":
+        return spec.failure_policy
+    hangs = FailureRule(event=(HANG,), then=Then.FAIL, name="its hang_policy is fail")
+    return (*spec.failure_policy, hangs)
 
-    Exit code 2 also means trouble that passes, for `tar` and others, so it has to come twice. The
-    launcher exits with it where its own command line is wrong.
+
+def judge(own: Sequence[FailureRule], failure: Failure) -> FailureRule:
+    """Return the rule by which a failure is treated: of the job's own rules, else of EDL's.
+
+    An exception and its causes are judged one by one. Where one of them may pass, so may the whole.
     """
-    if code != USAGE_EXIT or _may_read_later(words):
+    chain = (None,) if failure.error is None else failure.error.chain
+    for table in (own, default_policy()):
+        met = [next((r for r in table if _meets(r, failure, raised)), None) for raised in chain]
+        rules = [rule for rule in met if rule is not None]
+        if rules:
+            return next((rule for rule in rules if not rule.then.is_final), rules[0])
+    raise AssertionError("the last rule of failure_policy.yaml meets every failure")
+
+
+def fault_of(who: str, failure: Failure, rule: FailureRule) -> Fault | None:
+    """Return the fault that ended a process, judged by `rule`. None: it may go away."""
+    if not rule.then.is_final:
         return None
-    text = f"exited with {code}" + (f": {words}" if words else "")
-    return Fault(who=who, text=text[:TEXT_CHARS], mark=normal(text))
-
-
-def may_pass(raised: RaisedError) -> bool:
-    """Return whether the next try may not meet this exception although nothing was changed."""
-    types = frozenset(raised.types)
-    if "OSError" in types:
-        lasts = raised.errno in _LASTING_ERRNOS or types & _LASTING_TYPES
-        return not lasts
-    if types & _AT_ONCE:
-        return False
-    if any(_PASSING_TYPE.search(name.rpartition(".")[2]) for name in raised.types):
-        return True
-    return _PASSING_TEXT.search(raised.text) is not None
-
-
-def _may_read_later(words: str) -> bool:
-    """Return whether a program could not read its script just now: Python then exits with 2."""
-    found = _ERRNO.search(words)
-    return found is not None and int(found[1]) not in _LASTING_ERRNOS
+    error = failure.error
+    if error is None:
+        text = "failed" if failure.code is None else describe_exit(failure.code)
+        text += f": {failure.words}" if failure.words else ""
+        mark, step = normal(text), None
+    else:
+        text, mark, step = str(error), _mark(error), error.step
+    return Fault(
+        who=who,
+        text=text[:TEXT_CHARS],
+        mark=mark,
+        at_once=rule.then is Then.FAIL,
+        step=step,
+        why=rule.name,
+    )
 
 
 def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_change: bool) -> str:
     """Return why another try makes no sense. "": it may succeed.
-
 
     Args:
         faults: of the trainers that failed now.
@@ -137,7 +110,8 @@ def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_cha
     for fault in faults:
         at = "" if fault.step is None else f" at step {fault.step}"
         if fault.at_once and not of_change:
-            return f"{fault.text}; {fault.who}{at}, not tried again: it would come again"
+            why = fault.why or "it would come again"
+            return f"{fault.text}; {fault.who}{at}, not tried again: {why}"
         if fault.mark in known:
             return f"{fault.text}; {fault.who}, not tried again: it has come twice{at}"
     return ""
@@ -156,9 +130,40 @@ def normal(text: str) -> str:
     return " ".join(_POD.sub("pod", text).split())
 
 
-def _is_final(raised: RaisedError) -> bool:
-    made_of_data = raised.at.startswith("<")  # eval("..."), compile("...")
-    return bool(_AT_ONCE & set(raised.types)) and not made_of_data
+def _meets(rule: FailureRule, failure: Failure, raised: RaisedError | None) -> bool:
+    code = failure.code
+    if rule.of not in (None, failure.of):
+        return False
+    if rule.exit_code and code not in rule.exit_code:
+        return False
+    if rule.signal and (code is None or -code not in map(_signal, rule.signal)):
+        return False
+    if rule.event and not any(fnmatchcase(e, each) for e in failure.events for each in rule.event):
+        return False
+    if rule.log and not found_in(rule.log, failure.last_lines):
+        return False
+    if raised is None:
+        said = (*failure.last_lines, failure.words[:TEXT_CHARS])
+        return not (rule.exception or rule.errno or rule.at) and _says(rule, said)
+    return (
+        (not rule.exception or matches_name(rule.exception, raised.types))
+        and (not rule.errno or _has_errno(rule, raised))
+        and (not rule.at or any(fnmatchcase(raised.at, each) for each in rule.at))
+        and _says(rule, (raised.text,))
+    )
+
+
+def _says(rule: FailureRule, lines: tuple[str, ...]) -> bool:
+    return not rule.text or found_in(rule.text, lines)
+
+
+def _signal(name: str) -> int:
+    return signal.Signals[name].value
+
+
+def _has_errno(rule: FailureRule, raised: RaisedError) -> bool:
+    numbers = [getattr(errno, name) for name in rule.errno]
+    return "OSError" in raised.types and raised.errno in numbers
 
 
 def _mark(error: TrainerError) -> str:

@@ -91,6 +91,7 @@ class CauseKind(Enum):
     PREEMPTION = "preemption"  # counts against max_preemptions
     PLANNED = "planned"  # a kill that a change script or an operator asked for
     NEUTRAL = "neutral"  # no fault: a burnt stage number, a pause
+    IGNORED = "ignored"  # a failure that the failure policy counts in no budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,17 @@ class Fault:
     mark: str  # equal for the same error at the same step
     at_once: bool = False  # a second try cannot end differently
     step: int | None = None  # None: not known
+    why: str = ""  # at_once: why it is; "": as said above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Avoided:
+    """Slots that the job uses only where no others are free."""
+
+    node_id: str
+    slots: tuple[int, ...]
+    until: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +432,7 @@ class Job:
     error: FirstError | None = None  # of the last stage that failed; None: none did
     bad_slots: tuple[BadSlot, ...] = ()  # the newest, which the server puts in quarantine
     evacuations: int = 0  # changes away from slots in quarantine that did not come about, in a row
+    avoided: tuple[Avoided, ...] = ()  # see `allocation.avoid`
     progress: JobProgress = JobProgress()
 
     @property

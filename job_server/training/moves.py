@@ -364,11 +364,12 @@ def _reconsider_cause(work: Work, stage: JobStage, known: Cause, cause: Cause) -
     """Take in another failure of a stage that is over: it may name the culprit."""
     if known.counted:
         return
-    faults = known.faults + cause.faults
-    if known.peer_lost and not cause.peer_lost:
-        work.set(active=replace(stage, over=replace(cause, at=known.at, faults=faults)))
+    if known.peer_lost and not cause.peer_lost:  # what the policy says of victims counts no more
+        work.set(active=replace(stage, over=replace(cause, at=known.at)))
         work.note(f"stage {stage.stage} failed because {cause.text}")
-    elif cause.faults:
+        return
+    faults = known.faults + cause.faults
+    if cause.faults and (known.peer_lost or not cause.peer_lost):
         work.set(active=replace(stage, over=replace(known, faults=faults)))
 
 

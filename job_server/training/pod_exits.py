@@ -5,6 +5,7 @@ A report may be late or come twice: it counts only where it says something new.
 
 from dataclasses import replace
 
+from job_server.api.failure_policy import FailedProcess, FailureRule, Then
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     EXIT_REPORT_S,
@@ -18,6 +19,7 @@ from job_server.api.wire import (
     SavePhase,
     SaveState,
 )
+from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import (
     PATH_CHARS,
     REASON_CHARS,
@@ -27,10 +29,10 @@ from job_server.jobs.pod_reports import (
     is_missing,
     last_words,
     missing_text,
-    was_terminated,
     without,
 )
-from job_server.training.faults import fault_of_pod
+from job_server.training.allocation import avoid
+from job_server.training.faults import Failure, fault_of, judge, policy_of
 from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod, age
 from job_server.training.moves import let_go, lose, record_snapshot
 from job_server.training.work import Work, client_silent_at
@@ -173,13 +175,60 @@ def exited(
         text += f": {reason}"
     if lines:
         text += f"; last lines: {last_words(lines)}"
-    cause = _cause(work, pod, text[:REASON_CHARS], preempted=was_terminated(code))
-    if not pod.launcher_done and cause.kind is CauseKind.FAILURE:
-        words = last_words(lines) or reason
-        fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
-        cause = replace(cause, faults=() if fault is None else (fault,))
+    cause = _cause(work, pod, text[:REASON_CHARS])
+    if not pod.planned:
+        cause = _judged(work, pod, cause, code=code, words=last_words(lines) or reason, lines=lines)
     holds = holds and pod.pod_id in work.job.progress.snapshots
     lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
+
+
+def _judged(
+    work: Work,
+    pod: TrainingPod,
+    cause: Cause,
+    *,
+    code: int | None,
+    words: str,
+    lines: tuple[str, ...],
+) -> Cause:
+    """Return the cause as the failure policy has it."""
+    site = pod.site
+    failure = Failure(
+        of=FailedProcess.POD,
+        code=code,
+        words=words,
+        lines=lines,
+        events=slot_events(work, site.node_id, site.slots),
+    )
+    rule = judge(policy_of(work.job.spec), failure)
+    leave_slots(work, site.node_id, site.slots, rule, cause.text)
+    fault = fault_of(f"pod {pod.pod_id}", failure, rule)
+    if fault is not None and pod.launcher_done and not fault.at_once:
+        fault = None  # its trainers were done: what follows in the script may be tried again
+    return replace(cause, kind=kind_of(rule), faults=() if fault is None else (fault,))
+
+
+def kind_of(rule: FailureRule) -> CauseKind:
+    """Return which budget a failure counts in that is treated by `rule`."""
+    kinds = {Then.PREEMPTED: CauseKind.PREEMPTION, Then.IGNORE: CauseKind.IGNORED}
+    return kinds.get(rule.then, CauseKind.FAILURE)
+
+
+def slot_events(work: Work, node_id: str, slots: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the NVML events of slots that are known now."""
+    view = find_node(work.cluster, node_id)
+    return () if view is None else tuple(view.faults[i] for i in slots if i in view.faults)
+
+
+def leave_slots(
+    work: Work, node_id: str, slots: tuple[int, ...], rule: FailureRule, why: str
+) -> None:
+    """Have the next start on other slots, where the rule says so and there are free ones."""
+    if rule.then in (Then.RESTART_ELSEWHERE, Then.QUARANTINE):
+        avoid(work, node_id, slots, why)
+    if rule.then is Then.QUARANTINE:
+        for slot in slots:
+            work.quarantine(node_id, slot, rule.name or "failure_policy", why)
 
 
 def _finished(work: Work, pod: TrainingPod) -> bool:

@@ -7,6 +7,7 @@ something new about a stage that still counts, and otherwise changes nothing.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from job_server.api.failure_policy import HANG, PEER_LOST, FailedProcess
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     MAX_METRICS,
@@ -31,14 +32,13 @@ from job_server.training.accounting import (
     update_record,
 )
 from job_server.training.changes import choose_way
-from job_server.training.faults import TEXT_CHARS, fault_of
+from job_server.training.faults import Failure, fault_of, judge, policy_of
 from job_server.training.job import (
     GONE,
     PHASES_WITH_CUT,
     STARTUP_ORDER,
     Cause,
     CauseKind,
-    Fault,
     Hang,
     JobStage,
     StagePod,
@@ -54,7 +54,7 @@ from job_server.training.moves import (
     renumber,
 )
 from job_server.training.pace import note_paces
-from job_server.training.pod_exits import launcher_exited
+from job_server.training.pod_exits import kind_of, launcher_exited, leave_slots, slot_events
 from job_server.training.work import Work
 
 MAX_ATTEMPTS = 10  # how often a stage may get new ports
@@ -361,23 +361,23 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     job = work.job
     pod_id = member.pod.pod_id
     planned = _was_killed(stage, report)
-    text = _failure_text(pod_id, report, planned=planned)
-    fault = fault_of(
-        _who(pod_id, report), code=report.code, error=report.error, words=report.reason
-    )
     end_hang(work, stage.stage, report.rank)
-    if report.hung_s and job.spec.hang_policy == "fail":
-        fault = Fault(who=_who(pod_id, report), text=text[:TEXT_CHARS], mark="hung", at_once=True)
+    slots = _slots(member, report.rank)
+    failure = _as_failure(report, slot_events(work, member.pod.node_id, slots))
+    rule = judge(policy_of(job.spec), failure)
+    text = _failure_text(pod_id, report, "" if planned else rule.name, planned=planned)
+    fault = None if planned else fault_of(_who(pod_id, report), failure, rule)
     cause = Cause(
-        kind=CauseKind.PLANNED if planned else CauseKind.FAILURE,
+        kind=CauseKind.PLANNED if planned else kind_of(rule),
         text=text[:REASON_CHARS],
         at=work.now,
         peer_lost=report.peer_lost,
-        faults=() if fault is None or planned or report.peer_lost else (fault,),
+        faults=() if fault is None else (fault,),
         of_change=stage is job.preparing and stage.way is not Way.START,
     )
     if not planned:
         _note_error(work, stage, text, report)
+        leave_slots(work, member.pod.node_id, slots, rule, text)
     if stage is job.preparing:
         if stage.way is Way.JOIN and report.peer_lost:
             # A new trainer could not connect to those that stay, which report their own trouble.
@@ -391,6 +391,27 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     if stage.end_ordered and stage.over is None:
         return  # it was being ended already
     fail_active(work, cause)
+
+
+def _slots(member: StagePod, rank: int | None) -> tuple[int, ...]:
+    """Return the slot of a rank; of a launcher, all slots of its pod."""
+    pod = member.pod
+    if rank is None or rank not in pod.ranks:
+        return pod.slots
+    return (pod.slots[pod.ranks.index(rank)],)
+
+
+def _as_failure(report: PodReport, of_slots: tuple[str, ...]) -> Failure:
+    events = [*report.events, *of_slots]
+    events += [HANG] * bool(report.hung_s) + [PEER_LOST] * report.peer_lost
+    return Failure(
+        of=FailedProcess.TRAINER,
+        code=report.code,
+        error=report.error,
+        words=report.reason,
+        lines=report.last_lines,
+        events=tuple(events),
+    )
 
 
 def _hung(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
@@ -427,13 +448,15 @@ def _who(pod_id: str, report: PodReport) -> str:
     return f"pod {pod_id}" if report.rank is None else f"rank {report.rank} ({pod_id})"
 
 
-def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
+def _failure_text(pod_id: str, report: PodReport, name: str, *, planned: bool) -> str:
     who = _who(pod_id, report)
     how = "failed" if report.code is None else describe_exit(report.code)
     if report.peer_lost:
         how += " when it lost a peer"
     if planned:
         how += " to a kill, as requested" if report.peer_lost else ", as requested"
+    elif name.lower() not in report.reason.lower() and not report.peer_lost:
+        how += f" ({name})"
     return f"{who} {how}" + (f": {report.reason}" if report.reason else "")
 
 

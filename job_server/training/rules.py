@@ -27,6 +27,7 @@ from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
 from job_server.training.allocation import (
     choose_restore,
+    find_movers,
     find_sites,
     find_sites_on,
     is_in_trainers_only,
@@ -431,6 +432,11 @@ def _begin_start(work: Work) -> None:
         for pod in job.known_pods(job.recovery_pods)
         if pod.usable and not slots_in_quarantine(work.cluster, pod.site)
     ]
+    if job.avoided:
+        more = max(0, job.target - len(stay))
+        shared = split(tuple(stay), allotted)[1] if job.spec.share else None
+        movers = find_movers(work, stay, more if shared is None else shared)
+        stay = [pod for pod in stay if pod.pod_id not in movers]
     if job.spec.share:
         stay = list(split(tuple(stay), allotted)[0])
         if _leaves_its_state(work, {*allotted, *(pod.site.node_id for pod in stay)}):

@@ -9,12 +9,14 @@ import dataclasses
 import logging
 import os
 import queue
+import re
 import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from job_server.api.failure_policy import OOM_KILL
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     EXIT_REPORT_S,
@@ -25,6 +27,7 @@ from job_server.api.wire import (
     StagePlan,
 )
 from pod_runtime.activity import Seen, look, open_page
+from pod_runtime.cgroups import oom_kills
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
+_LOST_WORKER = re.compile(r"worker.*(kill|exit)", re.IGNORECASE)  # of a framework's data loader
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
 
@@ -86,6 +90,7 @@ class Launcher:
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
         self._inbox: queue.SimpleQueue[LinkEvent | _StacksTaken] = queue.SimpleQueue()
+        self._oom_kills = oom_kills()
         self._look_at = 0.0  # when the trainers' pages are looked at next
         self._silences: dict[int, hangs.Silence] = {}  # by pid
         self._paced: dict[int, Seen] = {}  # by pid: since when its time is told
@@ -247,6 +252,10 @@ class Launcher:
                 self._segments.keep(run.plan, message, fds[0])
             case SnapshotMade():
                 self._segments.complete(run.plan, message)
+            case Raised():
+                of_worker = any(_LOST_WORKER.search(each.text) for each in message.error.chain)
+                evidence, _ = self._evidence(self._pool.get(name), killed=of_worker)
+                self._pod = state.received(self._pod, key, rank, message, evidence)
             case _:
                 self._pod = state.received(self._pod, key, rank, message)
 
@@ -274,13 +283,38 @@ class Launcher:
         self._silences.pop(trainer.pid, None)
         self._paced.pop(trainer.pid, None)
         code = self._pool.reap(trainer)
-        reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
+        evidence, reason = self._evidence(trainer, killed=code == -signal.SIGKILL)
+        if code not in (0, -signal.SIGKILL):
+            reason = trainer.last_words()
         logger.info(
             "stage %d: rank %d (pid %d) %s",
             trainer.stage, trainer.rank, trainer.pid, describe_exit(code),
         )  # fmt: skip
-        self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
+        self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason, evidence)
         self._reaped.append(trainer)  # its death is reported first: the other pods wait for that
+
+    def _evidence(
+        self, trainer: TrainerProcess | None, *, killed: bool
+    ) -> tuple[state.Evidence, str]:
+        """Return what is known of a failure besides its exit code, and of a SIGKILL in words.
+
+        Args:
+            killed: it, or a process of it, was killed: by the kernel's OOM killer, if that has
+                killed one more. Each of its kills explains one death.
+        """
+        lines = () if trainer is None else trainer.last_lines()
+        if not killed:
+            return state.Evidence(last_lines=lines), ""
+        now, before = oom_kills(), self._oom_kills
+        self._oom_kills = now
+        if now is None:
+            why = "whether by the kernel, for lack of memory, cannot be read here"
+            return state.Evidence(last_lines=lines), why
+        if before is None or now.count <= before.count:
+            return state.Evidence(last_lines=lines), ""
+        self._oom_kills = dataclasses.replace(before, count=before.count + 1)
+        why = f"oom_kill of {now.of} has risen to {now.count}"
+        return state.Evidence(events=(OOM_KILL,), last_lines=lines), why
 
     # --- trainers that hang -------------------------------------------------------------------
 

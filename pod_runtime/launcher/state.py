@@ -49,6 +49,14 @@ TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the launcher has seen of a failure, for the failure policy."""
+
+    events: tuple[str, ...] = ()  # as `FailureRule.event`
+    last_lines: tuple[str, ...] = ()  # of the trainer's log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerHang:
     """A trainer that has given no sign of life for too long."""
 
@@ -249,8 +257,18 @@ def not_spawned(
     return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
 
 
-def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -> LauncherState:
-    """Trainer `rank` of the attempt `key` has sent a message."""
+def received(
+    pod: LauncherState,
+    key: Key,
+    rank: int,
+    message: TrainerMessage,
+    evidence: Evidence | None = None,
+) -> LauncherState:
+    """Trainer `rank` of the attempt `key` has sent a message.
+
+    Args:
+        evidence: of what it has raised.
+    """
     run = find_run(pod, key)
     if run is None:
         return pod
@@ -294,13 +312,20 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
             run = _with_trainer(run, rank, error=error)
             if not run.ending and pod.leaving is None:
                 # At once: its process may take long to end, and its peers' trouble is told first.
-                run = _note_failure(run, rank, code=1, reason=str(error), error=error)
+                run = _note_failure(run, rank, evidence, code=1, reason=str(error), error=error)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
     return _put(pod, run)
 
 
-def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> LauncherState:
+def died(
+    pod: LauncherState,
+    key: Key,
+    rank: int,
+    code: int,
+    reason: str,
+    evidence: Evidence | None = None,
+) -> LauncherState:
     """Trainer `rank` has ended; `reason` is the essence of its last lines.
 
     An error that it reported itself says more than these lines and its exit code.
@@ -320,18 +345,28 @@ def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> Lau
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
         peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
         run = _note_failure(
-            run, rank, code=code, reason=reason, error=error, peer_lost=peer_lost, hung_s=hung_s
-        )
+            run, rank, evidence, code=code, reason=reason, error=error, peer_lost=peer_lost,
+            hung_s=hung_s,
+        )  # fmt: skip
     return _put(pod, run)
 
 
-def _note_failure(run: StageRun, rank: int, *, peer_lost: bool = False, **fields: Any) -> StageRun:
+def _note_failure(
+    run: StageRun,
+    rank: int,
+    evidence: Evidence | None,
+    *,
+    peer_lost: bool = False,
+    **fields: Any,
+) -> StageRun:
     """Report the first failure. And one more: the cause, if the first was a victim of it."""
     known = run.trouble
     if known is not None and not (
         known.kind is ReportKind.FAILED and known.peer_lost and not peer_lost
     ):
         return run
+    if evidence is not None:
+        fields |= {"events": evidence.events, "last_lines": evidence.last_lines}
     trouble = report_on(run, ReportKind.FAILED, rank=rank, peer_lost=peer_lost, **fields)
     return replace(run, trouble=trouble)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from job_server.api.wire import PlanPod
 from pod_runtime.errors import SpawnError
 from pod_runtime.launcher.spares import Forked, Spares
-from pod_runtime.log_tail import read_tail
+from pod_runtime.log_tail import last_lines, read_tail
 from pod_runtime.processes import die_with_parent
 from pod_runtime.spare import MARK
 
@@ -107,6 +107,10 @@ class TrainerProcess:
     def last_words(self) -> str:
         """Return the essence of its last output."""
         return essence(read_tail(self.log_path, self.log_start))
+
+    def last_lines(self) -> tuple[str, ...]:
+        """Return the last lines of its output that are not blank, shortened."""
+        return last_lines(self.log_path, self.log_start)
 
 
 def is_script(argv: Sequence[str]) -> bool:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pod_runtime.cgroups import MemoryLimit, cpu_quota, cpu_used_s, memory_limit, usable_cores
+from pod_runtime.cgroups import (
+    MemoryLimit,
+    OomKills,
+    cpu_quota,
+    cpu_used_s,
+    memory_limit,
+    oom_kills,
+    usable_cores,
+)
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -131,3 +139,20 @@ def test_a_group_of_v1_says_it_in_nanoseconds(proc: Path):
     top = mount(proc, "cgroup", "cpu,cpuacct")
     group(top, cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000", cpuacct__usage="1500000000")
     assert cpu_used_s(proc) == 1.5
+
+
+def test_kills_for_lack_of_memory_are_those_of_the_own_group_in_either_version(proc: Path):
+    assert oom_kills(proc) is None
+    (proc.parent / "vmstat").write_text("pgfault 9\noom_kill 7\n")
+    assert oom_kills(proc) == OomKills(count=7, of="this machine")
+    v2 = mount(proc, "cgroup2", "")
+    (proc / "cgroup").write_text("4:memory:/a\n0::/a/b\n")
+    group(v2 / "a", memory__events="low 0\noom 4\noom_kill 3\noom_group_kill 0")
+    group(v2 / "a" / "b")  # where the controller is not on
+    assert oom_kills(proc) == OomKills(count=3, of="its control group")
+    group(v2 / "a" / "b", memory__events="oom 2\noom_kill 1")
+    assert oom_kills(proc) == OomKills(count=1, of="its control group")
+    (v2 / "a" / "b" / "memory.events").unlink()
+    (v2 / "a" / "memory.events").unlink()
+    group(mount(proc, "cgroup", "memory") / "a", memory__oom_control="under_oom 0\noom_kill 5")
+    assert oom_kills(proc) == OomKills(count=5, of="its control group")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from job_server.api.errors import ConfigError
+from job_server.api.failure_policy import FailureRule, Then
 from job_server.api.wire import JobSpec
 from job_server.cli.job_flags import add_job_flags, read_job
 from tests.support import ROOT
@@ -91,3 +92,23 @@ def test_the_jobs_of_the_example_are_read(name):
     assert spec.job_id == name
     assert spec.share
     assert (ROOT / f"examples/shared_cluster/jobs/{spec.folder}/train.sh").is_file()
+
+
+def test_a_failure_policy_stands_in_the_file_or_in_one_beside_it_and_a_flag_comes_before_it(
+    tmp_path,
+):
+    path, policy = tmp_path / "job.yaml", tmp_path / "policy.yaml"
+    policy.write_text("- {exit_code: 3, then: ignore}\n")
+    rules = (FailureRule(exit_code=(3,), then=Then.IGNORE),)
+    path.write_text("name: a\nfailure_policy: policy.yaml\n")
+    assert read(path).failure_policy == rules
+    path.write_text("name: a\nfailure_policy:\n- {exit_code: 3, then: ignore}\n")
+    assert read(path).failure_policy == rules
+    path.write_text("name: a\nfailure_policy: [{exit_code: 4, then: fail}]\n")
+    assert read(path, "--failure_policy", str(policy)).failure_policy == rules
+    path.write_text("name: a\nfailure_policy: [{exitcode: 4, then: fail}]\n")
+    with pytest.raises(ConfigError, match=r"job.yaml: failure_policy: rule 1: unknown key 'exitc"):
+        read(path)
+    path.write_text("name: a\nfailure_policy: none.yaml\n")
+    with pytest.raises(ConfigError, match=r"failure_policy: .*none.yaml cannot be read"):
+        read(path)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from job_server.api.codec import WireError, decode, encode
+from job_server.api.failure_policy import FailedProcess
 from job_server.api.wire import JobState, Order, PodReport, RaisedError, ReportKind, TrainerError
 from job_server.training.accounting import count_failure
-from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
+from job_server.training.faults import Failure, fault_of, find_lasting, judge, normal
 from job_server.training.job import Cause, CauseKind, Fault
 from tests.job_server.world import World, records, tell, trains, world
 
@@ -24,9 +25,16 @@ def error(*chain: RaisedError, step: int | None = 20) -> TrainerError:
     return TrainerError(chain=chain, where="t.py:7", step=step)
 
 
-def judge(*chain: RaisedError) -> str:
+def found(
+    code: int | None, said: TrainerError | None, words: str, of: FailedProcess
+) -> Fault | None:
+    failure = Failure(of=of, code=code, error=said, words=words)
+    return fault_of(WHO, failure, judge((), failure))
+
+
+def verdict(*chain: RaisedError) -> str:
     """Say "at once", "twice" or "never"."""
-    fault = fault_of(WHO, code=1, error=error(*chain), words="")
+    fault = found(1, error(*chain), "", FailedProcess.TRAINER)
     if fault is None:
         return "never"
     return "at once" if fault.at_once else "twice"
@@ -84,14 +92,14 @@ SHAPES = "(InvalidArgument) The shapes are [5, 11] and [15, 11]. [Hint: Expected
     ],
 )
 def test_an_error_is_final_at_once_or_the_second_time_or_never(chain, expected):
-    assert judge(*chain) == expected
+    assert verdict(*chain) == expected
 
 
 @pytest.mark.parametrize(
     ("code", "at_once"), [(2, True), (1, None), (3, None), (-9, None), (-11, None), (None, None)]
 )
 def test_of_what_was_not_raised_only_a_wrong_command_line_is_final(code, at_once):
-    fault = fault_of(WHO, code=code, error=None, words="t.py: error: --lr is required")
+    fault = found(code, None, "t.py: error: --lr is required", FailedProcess.TRAINER)
     assert (None if fault is None else fault.at_once) is at_once
     if fault is not None:
         assert fault.text == "exited with 2: t.py: error: --lr is required"
@@ -107,12 +115,13 @@ def test_of_what_was_not_raised_only_a_wrong_command_line_is_final(code, at_once
     ],
 )
 def test_a_script_that_cannot_be_read_just_now_is_no_wrong_command_line(words, is_final):
-    assert (fault_of(WHO, code=2, error=None, words=words) is not None) == is_final
-    assert (fault_of_pod("pod pod_0_0", code=2, words=words) is not None) == is_final
+    assert (found(2, None, words, FailedProcess.TRAINER) is not None) == is_final
+    assert (found(2, None, words, FailedProcess.POD) is not None) == is_final
 
 
 def test_the_text_begins_with_the_file_and_line_and_is_one_line():
-    fault = fault_of(WHO, code=1, error=error(raised("a.b.MyError", text="one\n  two")), words="")
+    said = error(raised("a.b.MyError", text="one\n  two"))
+    fault = found(1, said, "", FailedProcess.TRAINER)
     assert fault is not None
     assert fault.text == "t.py:7: MyError: one two"
 

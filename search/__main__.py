@@ -52,9 +52,7 @@ def _run(
 ) -> int:
     spec = read_study(path)
     if find_spec("optuna") is None:
-        raise ConfigError(
-            "a search needs Optuna, which is not installed: pip install 'edl[search]'"
-        )
+        raise ConfigError("a search needs Optuna, which is not installed: pip install 'optuna>=4'")
     from search.run import Progress, Search  # what they import is the extra
     from search.store import StudyStore
 

@@ -22,6 +22,7 @@ EMBEDDING = 32
 HIDDEN = 256
 LEARNING_RATE = 3e-3
 L2 = 8e-4
+EVALUATOR = "classification_error_evaluator"  # the error rate's name in the tutorial
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "<e>"
 _PTB = "./simple-examples/data/ptb.{}.txt"  # in the archive of Paddle's imikolov
 
@@ -142,6 +143,12 @@ def test(model: NGramModel, grams: NGrams) -> tuple[float, float]:
             cost, errors = cost + float(found) * len(part), errors + float(wrong)
     model.train()
     return cost / len(grams), errors / len(grams)
+
+
+def tested(number: int, cost: float, error_rate: float) -> str:
+    """Return the tutorial's line on a pass that is over."""
+    metrics = {EVALUATOR: round(error_rate, 6)}
+    return f"Pass {number}, Testing metrics {metrics}, cost {cost:f}"
 
 
 def embeddings_of(model: NGramModel) -> np.ndarray:

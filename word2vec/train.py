@@ -14,6 +14,7 @@ from ngram import (
     make_optimizer,
     neighbour_lines,
     save_dict_and_embedding,
+    tested,
 )
 from paddle.nn import functional
 from word2vec_options import add_options, read_data
@@ -66,7 +67,10 @@ def main() -> None:
             step.update()
         model.eval()
         sums = loop.evaluate(test_set, judge, batch_size=1024)
-        loop.log(**{name: total / len(test_set) for name, total in sums.items()})
+        means = {name: total / len(test_set) for name, total in sums.items()}
+        loop.log(**means)
+        if loop.rank == 0:
+            print(tested(epoch.number, means["test_cost"], means["test_error"]), flush=True)
     if loop.rank == 0:
         save_dict_and_embedding(word_dict, embeddings_of(model), output)
         print(neighbour_lines(word_dict, embeddings_of(model), args.words.split(",")))

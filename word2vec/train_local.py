@@ -5,6 +5,7 @@ from pathlib import Path
 
 import paddle
 from ngram import (
+    EVALUATOR,
     NGramModel,
     cost_and_errors,
     embeddings_of,
@@ -12,10 +13,9 @@ from ngram import (
     neighbour_lines,
     save_dict_and_embedding,
     test,
+    tested,
 )
 from word2vec_options import add_options, read_data
-
-EVALUATOR = "classification_error_evaluator"  # its name in the tutorial
 
 
 def main() -> None:
@@ -41,8 +41,7 @@ def main() -> None:
                     f"Pass {number}, Batch {batch_id}, Cost {float(cost):f}, {metrics}", flush=True
                 )
         cost_now, error_rate = test(model, test_set)
-        metrics = {EVALUATOR: round(error_rate, 6)}
-        print(f"Pass {number}, Testing metrics {metrics}, cost {cost_now:f}", flush=True)
+        print(tested(number, cost_now, error_rate), flush=True)
         paddle.save(model.state_dict(), str(output / f"model_{number}.pdparams"))
     save_dict_and_embedding(word_dict, embeddings_of(model), output)
     print(neighbour_lines(word_dict, embeddings_of(model), args.words.split(",")))

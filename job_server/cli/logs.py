@@ -61,6 +61,11 @@ def log_lines(
         raise ConfigError(f"POD: {job_id} has no pod {', '.join(sorted(unknown))}; it has: {known}")
     tails: dict[str, _Tail] = {}
     missing: set[str] = set()  # ids of pods whose log is not here
+    if not status.pods:
+        yield (
+            f"{job_id} is {status.state.value} and has no pods now; what earlier ones wrote is on "
+            f"their nodes: pods/{job_id}/*/log in the --log_dir of the job client"
+        )
     while True:
         for pod in status.pods:
             if pod.pod_id in tails or (pod_ids and pod.pod_id not in pod_ids):

@@ -176,8 +176,9 @@ class _Pass:
                 self._say(job, f"others use {node_id}")
                 return True
             room.undo(mark)
-        for job in here:
-            if not job.runs:
+        limited = room.is_above_own_limit(node_id)
+        for job in sorted(here, key=lambda job: (job.priority, self._loss_key(job))):
+            if limited or not job.runs:
                 self._stop(job)
                 return True
         return False

@@ -153,6 +153,7 @@ def _room(use: NodeUse, held: set[int], needs: Sequence[int]) -> NodeRoom:
             cpu_milli=use.foreign_cpu_milli + needs[0],
             memory_mb=use.foreign_memory_mb + needs[1],
         ),
+        limit=use.limit,
     )
 
 

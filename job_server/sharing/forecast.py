@@ -176,6 +176,7 @@ def _room(node: SharedNode, jobs: Iterable[SharedJob]) -> NodeRoom:
             max(0, node.cpu_used_milli - shared[0]) if node.cpu_milli else 0,
             max(0, node.memory_used_mb - shared[1]) if node.memory_mb else 0,
         ),
+        limit=node.limit,
     )
 
 

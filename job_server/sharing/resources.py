@@ -24,6 +24,7 @@ class NodeRoom:
     node_id: str
     capacity: Resources
     foreign: Resources = NOTHING  # what others use of it: web traffic, a user's own programs
+    limit: int | None = None  # of slots, also where jobs need more; `foreign` holds the rest
 
 
 class Need(NamedTuple):
@@ -41,6 +42,7 @@ class Need(NamedTuple):
 class _Node:
     node_id: str
     free: list[int]  # may be below 0: others have taken what jobs use
+    limit: int | None
 
 
 @dataclass(slots=True)
@@ -69,7 +71,11 @@ class Room:
         total, used = [0] * len(_KINDS), [0] * len(_KINDS)
         for node in nodes:
             self._nodes.append(
-                _Node(node.node_id, [node.capacity[k] - node.foreign[k] for k in _KINDS])
+                _Node(
+                    node.node_id,
+                    [node.capacity[k] - node.foreign[k] for k in _KINDS],
+                    node.limit,
+                )
             )
             for k in _KINDS:
                 total[k] += node.capacity[k]
@@ -126,6 +132,13 @@ class Room:
         held = self._held[job_id]
         free = self._nodes[self._index[node_id]].free
         return node_id in held.now and any(free[k] < 0 and held.each[k] > 0 for k in _KINDS)
+
+    def is_above_own_limit(self, node_id: str) -> bool:
+        """Say whether jobs have more slots of a node than its limit allows."""
+        limit = self._nodes[self._index[node_id]].limit
+        return limit is not None and limit < sum(
+            held.now.get(node_id, 0) * held.each.slots for held in self._held.values()
+        )
 
     def is_above_limit(self, each: Resources) -> bool:
         """Say whether more than the limit is used of something that `each` has a part in."""

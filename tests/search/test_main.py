@@ -42,7 +42,7 @@ def test_a_search_without_optuna_says_what_to_install(file, capsys, monkeypatch)
     code, text = refused(capsys, str(file))
     assert (code, text) == (
         2,
-        "edl search: a search needs Optuna, which is not installed: pip install 'edl[search]'\n",
+        "edl search: a search needs Optuna, which is not installed: pip install 'optuna>=4'\n",
     )
 
 

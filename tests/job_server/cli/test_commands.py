@@ -352,6 +352,8 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
     log.write_text("".join(f"line {number}\n" for number in range(100)) + "no end yet")
     with server.api() as api:
         api.submit(wire.JobSpec(job_id="logged", max_pods=2))
+        assert main(["logs", "logged", "--server", server.url]) == 0
+        assert "has no pods now; what earlier ones wrote is" in capsys.readouterr().out
         api.register_node(cpu_node("node-l", job_id="logged"))
 
         def report(phase: wire.PodPhase) -> None:

@@ -154,6 +154,15 @@ def test_foreign_load_takes_trainers_from_where_it_is():
     assert found.placed == {"n0": 1, "n1": 4}
 
 
+def test_a_limit_of_a_node_stops_jobs_at_their_least_the_lowest_priority_first():
+    jobs = [job("high", 2, 4, 2, priority=1), job("low", 2, 4, 2)]
+    used = NodeRoom(node_id="n0", capacity=Resources(slots=4), foreign=Resources(slots=2))
+    assert counts(allocate(Fulfilment(), jobs, [used], 0.0)) == {"high": 2, "low": 2}
+    found = allocate(Fulfilment(), jobs, [replace(used, limit=2)], 0.0)
+    assert counts(found) == {"high": 2, "low": 0}
+    assert found["low"].reason == "waits: no room for its least, 2"
+
+
 def test_a_job_whose_node_is_gone_starts_again_elsewhere():
     found = allocate(Fulfilment(), [job(least=2, most=2, now=2, node="gone")], cluster(2), 0.0)
     assert found["job"] == Allocation(placed={"n0": 2}, reason="moves to other nodes")

@@ -76,6 +76,8 @@ class Chaos:
             return
         ends = self.began + self.options.minutes * 60
         for at, action in plan:
+            if at is None:
+                faults.let_train(action)
             due = time.monotonic() + action.wait_s if at is None else self.began + at
             if min(due, time.monotonic()) > ends or self._someone_failed():
                 break
@@ -161,6 +163,11 @@ class Chaos:
         return any(job is not None and job.state is JobState.FAILED for job in jobs)
 
     def _ended(self, status: JobStatus, submission: Submission) -> None:
+        before = self.ends.get(status.job_id)
+        saved = None if before is None else before.saved
+        if saved is not None and status.job_id not in self.faults.spoiled:
+            self.found += checks.check_goes_on(status, saved)
+        self.faults.spoiled.discard(status.job_id)  # what is written at an end is whole again
         self.ends[status.job_id] = status
         try:
             events = self._events_of(status.job_id)

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.chaos.cluster import ChaosCluster
 from benchmarks.chaos.faults import Faults, Submission
 from benchmarks.harness import ROOT
-from job_server.api.wire import JobEvent, JobState, JobStatus
+from job_server.api.wire import JobEvent, JobState, JobStatus, Saved
 from pod_runtime.verify import main as verify
 from tests.support import wait_until
 
@@ -50,6 +50,13 @@ def check_events(job_id: str, events: Sequence[JobEvent]) -> Iterator[str]:
     for event in events:
         if not event.text.strip() or "defect" in event.text:
             yield f"{job_id}: event {event.number} says {event.text!r}"
+
+
+def check_goes_on(status: JobStatus, saved: Saved) -> Iterator[str]:
+    """Yield what is wrong if a job did not go on from what its submission before had written."""
+    began = next((each.first_step for each in status.stages if each.first_step is not None), None)
+    if not saved.spare and began is not None and began <= saved.step:
+        yield f"{status.job_id} went on with step {began}, but step {saved.step} was written"
 
 
 def check_pauses(

@@ -20,6 +20,8 @@ from job_server.api.wire import JobState, JobStatus
 from job_server.server.engine import PROGRESS_WRITE_S
 
 _PHASE_S = 10.0  # so long a phase is waited for
+_TRAIN_S = 30.0  # so long steps are waited for
+_LOOK_S = 0.2
 _SUPERVISE_S = 2.0
 _AWAY_S = 20.0  # a second client or server is refused within that
 _SLOW_S = 0.1  # a slow node's processes stand still for so long, then run for as long
@@ -61,6 +63,7 @@ class Faults:
         self.clock_s = 0.0  # how far the clock is ahead
         self.violations: list[str] = []
         self.submissions: dict[str, Submission] = {}  # by job
+        self.spoiled: set[str] = set()  # jobs of which a checkpoint was corrupted or deleted
         self.lives: list[ServerLife] = []
         self._offset_s = time.time() - time.monotonic()
         self._ended_at = time.monotonic()  # when the server did, the last time
@@ -93,6 +96,18 @@ class Faults:
             self._supervised = now
             if self.lives:
                 self.restart()
+
+    def let_train(self, action: Action) -> None:
+        """Wait until the job has made as many steps as the action wants, or half a minute."""
+        job_id, deadline = self._job_id(action), time.monotonic() + _TRAIN_S
+        begin: int | None = None
+        while action.steps and time.monotonic() < deadline:
+            now = self.cluster.job(job_id)
+            if now is not None and now.state is JobState.RUNNING:
+                begin = now.step if begin is None else min(begin, now.step)
+                if now.step >= begin + action.steps:
+                    return
+            self.wait(time.monotonic() + _LOOK_S)
 
     def heal(self) -> None:
         """Undo all that lasts."""
@@ -302,8 +317,11 @@ class Faults:
 
     def _stop(self, action: Action) -> str:
         job_id = self._job_id(action)
+        stopped = self.submissions[job_id]
 
         def again() -> None:
+            if self.submissions[job_id] is not stopped:
+                return  # another action has stopped it, too, and had it submitted
             now = self.cluster.job(job_id)
             if now is None:
                 if not self.submit(job_id):
@@ -331,9 +349,11 @@ class Faults:
         return True
 
     def _corrupt_checkpoint(self, action: Action) -> str:
-        files = sorted(self.cluster.checkpoint(self._job_id(action)).glob("stage_*/step_*/*"))
+        job_id = self._job_id(action)
+        files = sorted(self.cluster.checkpoint(job_id).glob("stage_*/step_*/*"))
         if not files:
             return "corrupt checkpoint: there is none"
+        self.spoiled.add(job_id)
         path = files[-1 - action.pick % min(6, len(files))]
         with contextlib.suppress(OSError):
             content = bytearray(path.read_bytes())
@@ -346,6 +366,7 @@ class Faults:
 
     def _delete_checkpoints(self, action: Action) -> str:
         job_id = self._job_id(action)
+        self.spoiled.add(job_id)
         stages = sorted(self.cluster.checkpoint(job_id).glob("stage_*"))
         for path in stages[-1 - action.pick % 2 :]:
             shutil.rmtree(path, ignore_errors=True)

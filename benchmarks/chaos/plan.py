@@ -35,7 +35,8 @@ KINDS = tuple(_WEIGHTS)
 # What a job is to be in when it happens, so that no phase of a change is left out by chance.
 PHASES = ("preparing", "cutting_over", "recovering", "pausing", "starting", "stopping")
 _ANY_TIME = 0.6  # share of the actions that wait for no phase
-_WAITS_S = (0.0, 0.0, 0.3, 1.0, 3.0, 6.0, 12.0)
+_STEPS = (0, 0, 1, 3, 10, 30)
+_WAITS_S = (0.0, 0.0, 0.0, 0.3, 1.0, 3.0, 6.0)
 _LASTS_S = (0.3, 1.0, 3.0, 7.0)
 _CLOCK_S = (-3600.0, -60.0, -2.0, 2.0, 60.0, 3600.0)
 
@@ -47,7 +48,8 @@ class Action:
     Attributes:
         number: from 1.
         kind: of KINDS.
-        wait_s: after the one before.
+        steps: that a job makes first, if it does within half a minute.
+        wait_s: after these.
         phase: what the job is brought to first, of PHASES; "": it happens at once.
         pick: chooses among the processes, nodes or jobs that are there: this, modulo their number.
         for_s: how long it lasts, where it does; the next ones happen meanwhile.
@@ -56,6 +58,7 @@ class Action:
 
     number: int
     kind: str
+    steps: int
     wait_s: float
     phase: str
     pick: int
@@ -71,6 +74,7 @@ def actions(seed: int, only: tuple[str, ...] = KINDS) -> Iterator[Action]:
         yield Action(
             number=number,
             kind=draw.choices(only, weights)[0],
+            steps=draw.choice(_STEPS),
             wait_s=draw.choice(_WAITS_S),
             phase="" if draw.random() < _ANY_TIME else draw.choice(PHASES),
             pick=draw.randrange(1 << 16),

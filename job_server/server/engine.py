@@ -379,12 +379,14 @@ class Engine:
         events: tuple[wire.JobEvent, ...] = ()
         if reason:
             number = entry.events.value + 1
-            stage = status.stage
             events = (
-                wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=reason),
+                wire.JobEvent(
+                    number=number, at=now, job_id=job_id, stage=status.stage, text=reason
+                ),
             )
-            logger.info("job %s stage %d %s: %s", job_id, stage, status.state.value, reason)
         self.store.save_job(job_id, wire.encode(job), events=events, forget=entry.forget)
+        for each in events:  # not before: what cannot be written has not happened
+            logger.info("job %s stage %d %s: %s", job_id, each.stage, status.state.value, each.text)
         entry.job, entry.state = job, status.state
         self._enter_bad_slots(entry)
         entry.written_at = entry.published_at = now

@@ -1,6 +1,7 @@
 """What the server lives through: full disks, defects, jobs that cannot be read, a late clock."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 import textwrap
@@ -299,6 +300,21 @@ def test_a_node_that_was_here_before_comes_back_to_a_server_whose_disk_is_full(t
         assert client.post("/api/v1/nodes", json=wire.encode(cpu_node())).status_code == 200
         other = wire.encode(cpu_node("node-b", addr="10.0.0.2"))
         assert client.post("/api/v1/nodes", json=other).status_code == 503
+
+
+def test_the_log_tells_of_no_change_that_could_not_be_written(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="job_server")
+    with open_service(tmp_path / "server.db") as service:
+        service.register(cpu_node())
+        service.submit(SPEC)
+        service.engine.store.connection.execute(
+            "CREATE TRIGGER full BEFORE UPDATE ON jobs BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+        )
+        assert browse(service).post("/api/v1/jobs/digits/pause").status_code == 503
+        assert "pausing" not in caplog.text
+        service.engine.store.connection.execute("DROP TRIGGER full")
+        assert browse(service).post("/api/v1/jobs/digits/pause").status_code == 200
+        assert "pausing on request" in caplog.text
 
 
 def test_a_job_that_waits_for_slots_gets_none_of_another_job_when_the_server_restarts(tmp_path):

@@ -1,7 +1,8 @@
 """Look after all TrainingJobs: whoever is due is looked at, decided on, and acted for.
 
-A pass lists what is there, so that nothing depends on what this process has seen before. Watches
-only say when to look; without them a job is looked at every few seconds all the same.
+Whatever is done follows from what was read just before. Watches say when to read a job and its
+pods again; without them that is done once in a while all the same. In between only the job's own
+server is asked, so that quiet jobs cost Kubernetes next to nothing.
 """
 
 import base64
@@ -20,9 +21,9 @@ from k8s_controller import objects
 from k8s_controller import reconcile as steps
 from k8s_controller.kube_api import TROUBLES, KubeApi
 from k8s_controller.metrics import Metrics
-from k8s_controller.observed import ListedPod, Observed, observe_pods
+from k8s_controller.observed import ListedPod, Observed, belongs_to, observe_pods
 from k8s_controller.server_link import TrainingServer
-from k8s_controller.spec import KIND, Object, SpecError, TrainingJobSpec, parse
+from k8s_controller.spec import KIND, Object, SpecError, parse
 from k8s_controller.status import Phase, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ Key = tuple[str, str]  # namespace, name
 MOVING_S = 0.5  # until the next look at a job whose pods come or go
 TROUBLE_S = (1.0, 15.0)  # after an error: doubled each time, up to that
 WORKERS = 8
+READ_S = 60.0  # a job is read again after that, whatever the watches say
+PROGRESS_S = 15.0  # between two writes of a status in which nothing but the step has changed
+_PROGRESS = frozenset({"step", "epoch"})
 _SETTLED = (Phase.RUNNING, Phase.SUSPENDED, Phase.SUCCEEDED, Phase.FAILED)
 
 
@@ -42,6 +46,12 @@ class _Known:
     prepared: bool = False  # in this life
     link: TrainingServer | None = None
     errors: int = 0  # one after the other
+    changed: bool = True  # since it was read, for all that the watches say
+    read_at: float = 0.0
+    job: Object = field(default_factory=dict)  # as it was read, or written since
+    trainers: tuple[ListedPod, ...] = ()
+    server_pod: ListedPod | None = None
+    written_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -98,8 +108,10 @@ class Controller:
         self._workers.shutdown()
 
     def look_at(self, namespace: str, name: str) -> None:
-        """Look at a job as soon as can be. Thread-safe."""
+        """Read a job again, as soon as can be. Thread-safe."""
         with self._changed:
+            if (known := self._known.get((namespace, name))) is not None:
+                known.changed = True
             self._queue.put((namespace, name), time.monotonic())
             self._changed.notify()
 
@@ -134,10 +146,12 @@ class Controller:
             logger.warning("%s/%s: tried again in %g s: %s", *key, wait_s, error)
         except Exception:  # of one job; the others must not suffer
             self._metrics.count("errors")
+            known.errors += 1
             logger.exception("%s/%s: this pass has failed", *key)
         finally:
             self._metrics.took(time.monotonic() - began)
             with self._changed:
+                known.changed |= known.errors > 0
                 self._queue.busy.discard(key)
                 if wait_s is None:
                     self._forget(key)
@@ -151,39 +165,27 @@ class Controller:
         known = self._known.pop(key, None)
         self._queue.due.pop(key, None)
         self._metrics.forget(key)
-        if known is not None and known.link is not None:
-            known.link.close()
+        if known is not None:
+            self._disconnect(known)
 
     # --- one pass
 
     def _pass(self, key: Key, known: _Known) -> float | None:
         """Look at a job and act; return when to look again, None: there is no such job."""
-        namespace, name = key
-        job = self._kube.get(KIND, namespace, name)
-        if job is None:
+        is_new = self._read_if_due(key, known)
+        if not known.job:
             return None
-        if "deletionTimestamp" in job["metadata"]:
+        if "deletionTimestamp" in known.job["metadata"]:
             return self._interval_s  # its objects go with it
-        raw = job.get("status") or {}
-        status, now = TrainingJobStatus.read(raw), time.time()
-        generation = int(job["metadata"].get("generation", 0))
-        try:
-            spec = parse(job)
-        except SpecError as error:
-            outcome = steps.refuse(name, generation, status, str(error), now)
-        else:
-            trainers, server_pod = observe_pods(self._kube.pods_of(namespace, name))
-            link = None if status.ended else self._link(key, known, server_pod)
-            seen = Observed(
-                trainers=trainers,
-                server_pod=server_pod,
-                server=None if link is None else link.view(),
-                prepared=known.prepared,
-            )
-            outcome = steps.reconcile(name, generation, spec, status, seen, now)
-            for step in outcome.steps:
-                self._do(step, job, spec, known)
-        self._write(key, raw, outcome.status)
+        outcome = self._decide(key, known)
+        if outcome.steps and not is_new:  # nothing is done for what may be old
+            with self._changed:
+                known.changed = True
+            return 0.0
+        for step in outcome.steps:
+            self._do(step, known)
+        job = known.job
+        self._write(known, outcome.status)
         for notice in outcome.notices:
             logger.info("%s/%s: %s: %s", *key, notice.reason, notice.message)
             self._kube.say(job, notice.reason, notice.message, warning=notice.warning)
@@ -191,36 +193,79 @@ class Controller:
         moving = outcome.steps or outcome.status.phase not in _SETTLED
         return MOVING_S if moving else self._interval_s
 
-    def _write(self, key: Key, raw: Object, status: TrainingJobStatus) -> None:
+    def _read_if_due(self, key: Key, known: _Known) -> bool:
+        """Read a job and its pods if they may have changed; return whether it was so."""
+        now = time.monotonic()
+        with self._changed:
+            if not known.changed and now < known.read_at + READ_S:
+                return False
+            known.changed = False  # what a watch says from now on may be newer than this reading
+        job = self._kube.get(KIND, *key) or {}
+        if job:
+            uid = job["metadata"]["uid"]
+            if known.job and known.job["metadata"]["uid"] != uid:  # another one of that name
+                self._disconnect(known)
+                known.prepared = False
+            known.trainers, known.server_pod = observe_pods(self._kube.pods_of(*key), uid)
+        known.job, known.read_at = job, now
+        return True
+
+    def _decide(self, key: Key, known: _Known) -> steps.Outcome:
+        job, now = known.job, time.time()
+        status = TrainingJobStatus.read(job.get("status"))
+        generation = int(job["metadata"].get("generation", 0))
+        try:
+            spec = parse(job)
+        except SpecError as error:
+            return steps.refuse(key[1], generation, status, str(error), now)
+        link = None if status.ended else self._link(key, known)
+        seen = Observed(
+            trainers=known.trainers,
+            server_pod=known.server_pod,
+            server=None if link is None else link.view(),
+            prepared=known.prepared,
+        )
+        return steps.reconcile(key[1], generation, spec, status, seen, now)
+
+    def _write(self, known: _Known, status: TrainingJobStatus) -> None:
+        raw, now = known.job.get("status") or {}, time.monotonic()
         new = status.write()
         changed = {name: value for name, value in new.items() if raw.get(name) != value}
-        if changed:
-            self._kube.write_status(*key, changed)
+        if not changed or (changed.keys() <= _PROGRESS and now < known.written_at + PROGRESS_S):
+            return
+        known.job = self._kube.write_status(known.job, changed)
+        known.written_at = now
 
-    def _link(self, key: Key, known: _Known, server: ListedPod | None) -> TrainingServer | None:
+    def _link(self, key: Key, known: _Known) -> TrainingServer | None:
         """Return the connection to a job's server; None: it cannot be there."""
+        server = known.server_pod
         if server is None or not server.address or server.over:
             return None
         host = f"[{server.address}]" if ":" in server.address else server.address
         url = f"http://{host}:{objects.PORT}"
         if known.link is not None and known.link.url == url:
             return known.link
-        if known.link is not None:
-            known.link.close()
-            known.link = None
+        self._disconnect(known)
         secret = self._kube.get("Secret", key[0], f"{key[1]}-token")
-        if secret is None:
+        if secret is None or not belongs_to(secret, known.job["metadata"]["uid"]):
             known.prepared = False
             return None
         known.link = TrainingServer(url, base64.b64decode(secret["data"]["token"]).decode(), key[1])
         return known.link
 
-    def _do(self, step: steps.Step, job: Object, spec: TrainingJobSpec, known: _Known) -> None:
+    @staticmethod
+    def _disconnect(known: _Known) -> None:
+        if known.link is not None:
+            known.link.close()
+        known.link = None
+
+    def _do(self, step: steps.Step, known: _Known) -> None:
+        job, spec = known.job, parse(known.job)
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         match step:
             case steps.Prepare():
                 for each in objects.foundations(job, spec, secrets.token_urlsafe(24)):
-                    self._kube.create(each)
+                    self._kube.create_for(job["metadata"]["uid"], each)
                 known.prepared = True
             case steps.MakeServer():
                 self._kube.create(objects.server_pod(job, spec))

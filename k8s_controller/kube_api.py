@@ -14,10 +14,12 @@ import kubernetes.config
 import urllib3
 import urllib3.exceptions
 
-from k8s_controller.observed import JOB_LABEL
+from k8s_controller.observed import JOB_LABEL, belongs_to
 from k8s_controller.spec import API_VERSION, GROUP, KIND, PLURAL, VERSION, Object
 
 CONNECT_S, ANSWER_S = 5.0, 30.0
+CONFLICTS_S = (0.01, 0.05, 0.2, 0.0)  # after writes that met another one; then it is an error
+_ANEW = ("POST", "PATCH")  # what they carry does not follow from the version that was read
 _KINDS = {  # kind -> where its objects are
     "Pod": "/api/v1/namespaces/{}/pods",
     "Service": "/api/v1/namespaces/{}/services",
@@ -50,9 +52,9 @@ def load_config(kubeconfig: str | None) -> None:
 class KubeError(Exception):
     """Kubernetes has refused, or could not; the text says why."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, reason: str = "") -> None:
         super().__init__(f"Kubernetes answers {status}: {text}")
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 TROUBLES = (KubeError, urllib3.exceptions.HTTPError, ValueError)  # all that a call may raise
@@ -92,14 +94,30 @@ class KubeApi:
         found: Sequence[Object] = self._call("GET", path)["items"]
         return found
 
-    def create(self, manifest: Object) -> None:
-        """Make an object, unless there is one of its name."""
+    def create(self, manifest: Object) -> bool:
+        """Make an object; False: there is one of its name."""
         path = self._path(manifest["kind"], manifest["metadata"]["namespace"])
         try:
             self._call("POST", path, manifest)
         except KubeError as error:
-            if error.status != 409:
-                raise
+            if error.status != 409 or error.reason != "AlreadyExists":
+                raise  # a quota that others use as well answers 409, too
+            return False
+        return True
+
+    def create_for(self, uid: str, manifest: Object) -> None:
+        """Make an object of a TrainingJob, unless it has it.
+
+        Raises:
+            KubeError: another TrainingJob, of before, has one of that name.
+        """
+        if self.create(manifest):
+            return
+        kind, meta = manifest["kind"], manifest["metadata"]
+        found = self.get(kind, meta["namespace"], meta["name"])
+        if found is None or not belongs_to(found, uid):
+            words = f"{kind} {meta['name']} is that of another TrainingJob, until that is gone"
+            raise KubeError(409, words)
 
     def replace(self, manifest: Object) -> bool:
         """Write an object as it was read; False: somebody else has written it meanwhile."""
@@ -122,9 +140,16 @@ class KubeApi:
             if error.status not in (404, 409):
                 raise
 
-    def write_status(self, namespace: str, name: str, status: Object) -> None:
-        path = f"{self._path(KIND, namespace, name)}/status"
-        self._call("PATCH", path, {"status": status}, content="application/merge-patch+json")
+    def write_status(self, job: Object, status: Object) -> Object:
+        """Write some fields of that very TrainingJob's status; return the job as it is now."""
+        meta = job["metadata"]
+        path = f"{self._path(KIND, meta['namespace'], meta['name'])}/status"
+        told = {
+            "metadata": {"uid": meta["uid"]},
+            "status": status,
+        }  # of another one it is a conflict
+        now: Object = self._call("PATCH", path, told, content="application/merge-patch+json")
+        return now
 
     def say(self, job: Object, reason: str, message: str, *, warning: bool) -> None:
         """Make an event about a TrainingJob."""
@@ -175,22 +200,28 @@ class KubeApi:
         headers = {"Accept": "application/json", "Content-Type": content}
         for each in config.auth_settings().values():  # it reads a token that is renewed
             headers[each["key"]] = each["value"]
-        answer = self._client.rest_client.pool_manager.request(
-            method,
-            config.host + path + (f"?{urlencode(query)}" if query else ""),
-            body=None if body is None else json.dumps(body),
-            headers=headers,
-            timeout=self._timeout,
-            retries=False,
-        )
-        if answer.status >= 300:
-            raise KubeError(answer.status, _message(answer.data))
-        return json.loads(answer.data)
+        for wait_s in CONFLICTS_S:
+            answer = self._client.rest_client.pool_manager.request(
+                method,
+                config.host + path + (f"?{urlencode(query)}" if query else ""),
+                body=None if body is None else json.dumps(body),
+                headers=headers,
+                timeout=self._timeout,
+                retries=False,
+            )
+            if answer.status < 300:
+                return json.loads(answer.data)
+            error = KubeError(answer.status, *_refusal(answer.data))
+            if error.status != 409 or error.reason != "Conflict" or method not in _ANEW:
+                break
+            time.sleep(wait_s)
+        raise error
 
 
-def _message(data: bytes) -> str:
-    """Return the words of a refusal."""
+def _refusal(data: bytes) -> tuple[str, str]:
+    """Return the words of a refusal, and its one word."""
     try:
-        return str(json.loads(data)["message"])[:500]
-    except (ValueError, KeyError, TypeError):
-        return data[:200].decode(errors="replace")
+        told = json.loads(data)
+        return str(told["message"])[:500], str(told.get("reason") or "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return data[:200].decode(errors="replace"), ""

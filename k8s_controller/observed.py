@@ -4,7 +4,7 @@ Nothing else is decided from. What the controller has to remember is in the Trai
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -103,15 +103,30 @@ def server_view(job: JobStatus | None, sharing: Sharing) -> ServerView:
     return ServerView(job=job, nodes=nodes, most=most)
 
 
-def observe_pods(pods: Iterable[Object]) -> tuple[tuple[ListedPod, ...], ListedPod | None]:
-    """Return the trainers in the order of their indexes, and the job server's pod."""
+def belongs_to(thing: Object, uid: str) -> bool:
+    """Whether an object was made for the TrainingJob of that uid."""
+    owners = thing["metadata"].get("ownerReferences") or ()
+    return any(owner.get("uid") == uid for owner in owners)
+
+
+def observe_pods(
+    pods: Iterable[Object], uid: str
+) -> tuple[tuple[ListedPod, ...], ListedPod | None]:
+    """Return the trainers in the order of their indexes, and the job server's pod.
+
+    Pods of an earlier TrainingJob of the same name count as leaving: they only take names.
+    """
     trainers, server = [], None
     for pod in pods:
+        view = pod_view(pod)
+        if not belongs_to(pod, uid):
+            words = "a pod of another TrainingJob has this name; it is waited for until it is gone"
+            view = replace(view, leaving=True, address="", trouble="NameTaken", message=words)
         role = pod["metadata"].get("labels", {}).get(ROLE_LABEL)
         if role == "trainer":
-            trainers.append(pod_view(pod))
+            trainers.append(view)
         elif role == "server":
-            server = pod_view(pod)
+            server = view
     return tuple(sorted(trainers, key=lambda pod: (pod.index, pod.name))), server
 
 

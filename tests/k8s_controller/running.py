@@ -17,18 +17,24 @@ from tests.k8s_controller.cluster.kinds import ApiError
 from tests.support import ROOT
 
 
-@contextmanager
-def running_controller(cluster: Cluster, folder: Path, *args: str) -> Iterator[Path]:
-    """Run a controller; yield its log."""
+def start_controller(cluster: Cluster, folder: Path, *args: str) -> subprocess.Popen[bytes]:
+    """Start a controller; what it says is in the folder's `controller.log`."""
     kubeconfig, log = folder / "kubeconfig", folder / "controller.log"
     cluster.api.kubeconfig(kubeconfig)
     command = [
         sys.executable, "-m", "k8s_controller", "--no_leader_elect", "--liveness_port=0",
-        "--probe_address=127.0.0.1", "--interval_s=0.5", *args,
+        "--probe_address=127.0.0.1", *args,
     ]  # fmt: skip
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     with log.open("ab") as file:
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=ROOT)
+        return subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=ROOT)
+
+
+@contextmanager
+def running_controller(cluster: Cluster, folder: Path, *args: str) -> Iterator[Path]:
+    """Run a controller; yield its log."""
+    log = folder / "controller.log"
+    process = start_controller(cluster, folder, "--interval_s=0.5", *args)
     try:
         yield log
     finally:

@@ -20,12 +20,15 @@ pytestmark = pytest.mark.full
 ACCOUNT = "system:serviceaccount:edl-system:edl-controller"
 
 
-@contextlib.contextmanager
-def controller(cluster: Cluster, folder: Path) -> Iterator[Path]:
-    """Run one with the rights of its manifests, and its lease; yield its log."""
+def install(cluster: Cluster) -> None:
     cluster.store.create(cluster.store.kind("Namespace"), "", {"metadata": {"name": "edl-system"}})
     cluster.apply_file(ROOT / "manifests" / "crd.yaml")
     cluster.apply_file(ROOT / "manifests" / "rbac.yaml")
+
+
+@contextlib.contextmanager
+def controller(cluster: Cluster, folder: Path) -> Iterator[Path]:
+    """Run one with the rights of its manifests, and its lease; yield its log."""
     token = cluster.api.token_of("edl-system", "edl-controller")
     config = cluster.api.kubeconfig(folder / "kubeconfig", token)
     log = folder / "controller.log"
@@ -34,7 +37,7 @@ def controller(cluster: Cluster, folder: Path) -> Iterator[Path]:
     args = [each for each in container["args"] if "liveness_port" not in each]
     env = {**os.environ, "KUBECONFIG": str(config), "POD_NAMESPACE": "edl-system"}
     command = [sys.executable, *container["command"][1:], *args, "--interval_s=0.5"]
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         process = subprocess.Popen(
             [*command, "--liveness_port=0", "--probe_address=127.0.0.1"],
             env=env, stdout=file, stderr=file, cwd=ROOT,
@@ -50,6 +53,7 @@ def controller(cluster: Cluster, folder: Path) -> Iterator[Path]:
 def test_the_controller_has_the_rights_it_needs_and_would_miss_each(tmp_path: Path):
     with Cluster(tmp_path / "pods", pretends=True) as cluster:
         cluster.kubelet.add_node("n1")
+        install(cluster)
         with controller(cluster, tmp_path) as log:
             cluster.apply(training_job(replicas=2, server={"storage": {"size": "1Gi"}}))
             wait_until(lambda: trainers(cluster), 40, "pods")
@@ -57,6 +61,8 @@ def test_the_controller_has_the_rights_it_needs_and_would_miss_each(tmp_path: Pa
             wait_until(lambda: ("delete", "pods") in asked(cluster), 40, "another pod")
             wait_until(lambda: ("create", "events") in asked(cluster), 40, "an event")
             wait_until(lambda: ("update", "leases") in asked(cluster), 40, "the lease kept")
+        with controller(cluster, tmp_path):  # another one, which finds what is there
+            wait_until(lambda: ("get", "networkpolicies") in asked(cluster), 40, "all looked at")
         calls = cluster.api.calls_of(ACCOUNT)
         objects = [m for m in read_all("rbac.yaml") if m["kind"] != "ServiceAccount"]
     assert calls, log.read_text()

@@ -68,10 +68,12 @@ class ApiServer:
     port: int = 0
     calls: list[tuple[str, rbac.Call]] = field(default_factory=list)  # user, call
     read_log: Callable[[str, str], str] = lambda namespace, name: ""
+    conflicting: bool = False  # each object's first create, patch or delete is answered with 409
 
     def __post_init__(self) -> None:
         self._users: dict[str, str] = {}  # by token
         self._faults: list[Fault] = []
+        self._tried: set[tuple[rbac.Call, str]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._changed: set[asyncio.Event] = set()
@@ -199,6 +201,7 @@ class ApiServer:
             asked = self._parsed(request, path.split("/"), await request.read())
             self.calls.append((user, asked.call))
             self._maybe_fail(asked.call)
+            self._maybe_conflict(asked)
             self._authorize(user, asked.call)
             if asked.call.verb == "watch":
                 return await self._watch(request, asked)
@@ -238,6 +241,19 @@ class ApiServer:
                 if not fault.times:
                     self._faults.remove(fault)
                 raise fault.error
+
+    def _maybe_conflict(self, asked: _Request) -> None:
+        """Let every other try of each write fail."""
+        call = asked.call
+        if not self.conflicting or call.verb not in ("create", "patch", "delete"):
+            return
+        name = call.name or str(asked.body.get("metadata", {}).get("name"))
+        tried = (call, name)
+        if tried in self._tried:
+            self._tried.remove(tried)
+            return
+        self._tried.add(tried)
+        raise ApiError(409, "Conflict", f"{name}: the object has been modified; try again")
 
     # --- what is asked
 

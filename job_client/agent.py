@@ -15,6 +15,7 @@ from job_client.client_dir import ClientDir
 from job_client.config import ClientConfig
 from job_client.devices.gpus import Inventory
 from job_client.devices.host import NOT_KNOWN, Host, trees
+from job_client.devices.node_load import NodeMeter
 from job_client.errors import JobClientError, SetupError
 from job_client.pods import folders, pod_folder
 from job_client.pods.saving import SaveAttempt
@@ -26,6 +27,7 @@ from job_server.api.command_line import keep_token
 from job_server.api.text import saving_text
 from job_server.api.wire import (
     Node,
+    NodeLoad,
     NodePlan,
     NodeReport,
     PodPhase,
@@ -74,6 +76,8 @@ class Agent:
         self._inventory = inventory
         self._host = Host()
         self._foreign = NOT_KNOWN
+        self._meter = NodeMeter(self._host, (client_dir.log_dir, config.pod_path))
+        self._load: NodeLoad | None = None  # None: not known yet
         self._make_api = make_api
         self._node_id = config.node_id or client_dir.default_node_id()
         self._addr = config.addr or own_address(config.server_url)
@@ -229,6 +233,7 @@ class Agent:
                 roots = [os.getpid(), *(pod.shim_pid for pod in pods if pod.shim_pid)]
                 self._foreign = self._host.foreign(trees(roots, table), time.monotonic())
                 self._usage = self._inventory.usage(self._held_slots())
+                self._load = self._meter.read(time.monotonic())
             except OSError as error:  # no descriptor, no memory: a report says more than figures
                 logger.warning("what the pods use is not known: %s", error)
         usage = self._usage
@@ -241,6 +246,7 @@ class Agent:
             client=self._client,
             foreign_cpu_milli=self._foreign.cpu_milli,
             foreign_memory_mb=self._foreign.memory_mb,
+            load=self._load,
         )
 
     def _note_reported(self, report: NodeReport) -> None:

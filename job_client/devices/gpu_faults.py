@@ -138,8 +138,12 @@ def look(
 
 
 def reported(record: GpuRecord, now: float) -> tuple[SlotFault, ...]:
-    """Return the faults with their age at `now`."""
-    return tuple(replace(fault, age_s=max(0.0, now - at)) for fault, at in record.faults)
+    """Return the faults with their age at `now`; 0: it lasted when the GPU was last looked at."""
+    last = {fault.name for fault in lasting(record.health)}
+    return tuple(
+        replace(fault, age_s=0.0 if fault.name in last else max(0.0, now - at))
+        for fault, at in record.faults
+    )
 
 
 def prevents(fault: SlotFault) -> bool:

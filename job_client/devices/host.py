@@ -45,8 +45,8 @@ class Host:
             ours: all processes that do not count, as they are now.
             now: seconds, of a clock that never goes back.
         """
-        memory_mb = max(0, self._used_memory() - sum(each.rss_bytes for each in ours)) // 10**6
-        busy_s = self._busy_s()
+        memory_mb = max(0, self.used_memory() - sum(each.rss_bytes for each in ours)) // 10**6
+        busy_s = self.busy_s()
         if busy_s is None:
             return ForeignLoad(None, memory_mb)
         mine = {(each.pid, each.start_time): each.cpu_s for each in ours}
@@ -58,7 +58,7 @@ class Host:
         cores = (busy_s - before[1] - mine_s) / (now - before[0])
         return ForeignLoad(min(max(0, round(1000 * cores)), self.cpu_milli), memory_mb)
 
-    def _busy_s(self) -> float | None:
+    def busy_s(self) -> float | None:
         """Return for how long the cores that we may use have worked; None: not known."""
         if self._quota is not None:  # a container: what its group uses
             return cgroups.cpu_used_s()
@@ -68,7 +68,8 @@ class Host:
                 busy += sum(core) - core.idle - core.iowait - core.guest - core.guest_nice
         return busy
 
-    def _used_memory(self) -> int:
+    def used_memory(self) -> int:
+        """Return how many bytes are in use."""
         limit, available = cgroups.memory_limit(), psutil.virtual_memory().available
         if limit is not None:
             available = min(available, limit.available)

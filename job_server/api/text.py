@@ -1,8 +1,9 @@
 """Write durations, steps, exit codes and tables for people. Pure."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from job_server.api.wire import (
     FirstError,
@@ -75,15 +76,34 @@ def slot_lines(known: NodeStatus, now: float) -> list[str]:
     usages = {usage.index: usage for usage in (report.slots if report is not None else ())}
     held = {each.slot: each for each in known.quarantines}
     lines = []
+    if known.shortage:
+        lines.append(f"no new pods: {known.shortage}")
     for slot in known.node.slots:
         name = f"slot {slot.index}"
         if slot.index in held:
             lines.append(f"{name} {_quarantine_text(held[slot.index], known.node.node_id, now)}")
-        elif not slot.usable:
+        elif not slot.usable and slot.reason != known.shortage:
             lines.append(f"{name} is not usable: {slot.reason or 'no reason given'}")
         elif slot.index in usages:
             lines += [f"{name}: {text}" for text in _trouble(usages[slot.index])]
     return lines
+
+
+def load_text(report: Mapping[str, Any]) -> str:
+    """Return what of a node is in use, in few words, by its client's report; "": not known."""
+    load = decode(NodeReport, report).load if report else None
+    if load is None:
+        return ""
+    parts = [] if load.cpu_milli is None else [f"{load.cpu_milli / 1000:.1f} cores"]
+    if load.memory_total_mb:
+        used, total = load.memory_used_mb / 1000, load.memory_total_mb / 1000
+        parts.append(f"{used:.1f} of {total:.0f} GB")
+    if load.disk_total_mb:
+        parts.append(f"disk {load.disk_free_mb / 1000:.0f} GB free")
+    moved = (load.sent_bytes_s or 0) + (load.received_bytes_s or 0)
+    if moved >= 10**6:
+        parts.append(f"network {moved / 10**6:.0f} MB/s")
+    return ", ".join(parts)
 
 
 def _quarantine_text(held: Quarantine, node_id: str, now: float) -> str:

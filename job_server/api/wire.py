@@ -296,6 +296,20 @@ class SlotUsage(Message, frozen=True, kw_only=True):
     idle_s: float | None = None  # for how long no process was on it
 
 
+class NodeLoad(Message, frozen=True, kw_only=True):
+    """What a node has, and what of it is in use; in a container what that may have."""
+
+    cpu_milli: Int | None = None  # thousandths of a core, of all processes; None: not known yet
+    load_1m: float = 0.0  # processes that run or wait to, mean of a minute
+    memory_used_mb: Int = 0  # 10**6 bytes
+    memory_total_mb: Int = 0  # 0: not known
+    disk: str = ""  # the folder of pods or of the client whose disk is fullest
+    disk_free_mb: Int = 0
+    disk_total_mb: Int = 0  # 0: not known
+    sent_bytes_s: Int | None = None  # by all network interfaces but the loopback
+    received_bytes_s: Int | None = None
+
+
 class NodeReport(Message, frozen=True, kw_only=True):
     """Heartbeat of a client, sent every `heartbeat_s` and at once when a pod's phase changes."""
 
@@ -306,6 +320,7 @@ class NodeReport(Message, frozen=True, kw_only=True):
     client: str = ""  # as in Node
     foreign_cpu_milli: Int | None = None  # that processes use which are no pods'; None: not known
     foreign_memory_mb: Int | None = None  # ... and of memory
+    load: NodeLoad | None = None  # None: not known
 
     def __post_init__(self) -> None:
         for field in ("foreign_cpu_milli", "foreign_memory_mb"):
@@ -491,6 +506,8 @@ class RankPace(Message, frozen=True, kw_only=True):
     reading_s: float  # waiting for data
     exchanging_s: float  # waiting for the other ranks, and summing with them
     saving_s: float  # snapshots, and waiting for checkpoints
+    cpu_percent: float = 0.0  # of a core, that its process used
+    memory_mb: Int = 0  # 10**6 bytes, that its process has in memory; 0: not known
 
     def __post_init__(self) -> None:
         check_range("paces.rank", self.rank, 0, 1_000_000)
@@ -873,6 +890,8 @@ class JobPod(Message, frozen=True, kw_only=True):
     phase: str  # "running", "preparing", "leaving" or "holding"; of teachers also "starting"
     log_path: str = ""
     ports: tuple[Int, ...] = ()  # teachers: where to listen
+    cpu_percent: tuple[float, ...] = ()  # of a core, by trainer, as of `ranks`; (): not known
+    memory_mb: tuple[Int, ...] = ()  # 10**6 bytes, by trainer; (): not known
 
 
 class StageRecord(Message, frozen=True, kw_only=True):
@@ -1070,6 +1089,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     report: dict[str, Any]
     limit: Int | None = None  # of slots for shared jobs; None: all
     quarantines: tuple[Quarantine, ...] = ()  # that are in force
+    shortage: str = ""  # of what it is short, so that it gets no new pods; "": of nothing
 
 
 class NodeLimit(Message, frozen=True, kw_only=True):

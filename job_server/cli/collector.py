@@ -6,13 +6,13 @@ prints a line every ten seconds, as `edl top --lines`.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from job_server.api import wire
-from job_server.api.text import printable
+from job_server.api.text import load_text, printable
 from job_server.cli.queue import NOBODY, queue_table, slots_text
 
 HEADER = ("SUBMITTED-JOBS", "PENDING-JOBS", "RUNNING-TRAINERS", "CPU-UTILS", "GPU-UTILS")
@@ -29,6 +29,7 @@ class ClusterLoad:
     running: tuple[tuple[str, int], ...]  # job, trainers
     cpu: float | None  # part of all processor time that is used; None: no node says
     gpu: float | None  # mean part of the time in which a GPU computes; None: there is none
+    nodes: Mapping[str, str] = field(default_factory=dict)  # node -> what of it is in use
 
 
 def cluster_load(jobs: Iterable[wire.JobStatus], nodes: Iterable[wire.NodeStatus]) -> ClusterLoad:
@@ -46,6 +47,11 @@ def cluster_load(jobs: Iterable[wire.JobStatus], nodes: Iterable[wire.NodeStatus
         running=running,
         cpu=_cpu(reports),
         gpu=_gpu(reports),
+        nodes={
+            node.node_id: text
+            for node, report in reports
+            if (text := load_text(wire.encode(report)))
+        },
     )
 
 
@@ -70,7 +76,10 @@ def load_screen(load: ClusterLoad, sharing: wire.Sharing, server: str) -> list[s
     width = max((len(printable(node.node_id)) for node in sharing.nodes), default=0)
     most = max((node.slots for node in sharing.nodes), default=0)
     scale = min(float(_WIDE), _BAR / max(most, 1))  # the same for all nodes
-    lines += [_bar(node, width, scale) for node in sharing.nodes if node.alive]
+    for node in sharing.nodes:
+        if node.alive:
+            bar, text = _bar(node, width, scale), load.nodes.get(node.node_id)
+            lines.append(f"{bar}   {text}" if text else bar)
     lines += ["    ".join(f"{mark} {what}" for mark, what in _PARTS), ""]
     return lines + (queue_table(sharing).splitlines() if sharing.jobs else [NOBODY])
 

@@ -18,6 +18,7 @@ from job_server.api.text import (
     account_parts,
     duration,
     error_lines,
+    load_text,
     printable,
     saving_text,
     slot_lines,
@@ -425,11 +426,12 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
             f"{known.node.slots[0].kind.value}"
             + ("" if known.limit is None else f", {known.limit} to share"),
             known.node.job_id or ", ".join(known.node.folders) or "-",
+            load_text(known.report) or "-",
             f"{duration(now - known.last_seen_at)} ago" + ("" if known.alive else ", silent"),
         )
         for known in nodes
     ]
-    print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+    print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "IN USE", "LAST SEEN"), rows))
     for known in nodes:
         for line in slot_lines(known, now):
             print(f"{known.node.node_id}: {line}")
@@ -630,11 +632,14 @@ def _pods_table(status: wire.JobStatus) -> str:
             " ".join(map(str, pod.slots)),
             " ".join(map(str, pod.ranks)),
             pod.phase,
+            " ".join(f"{percent:.0f}%" for percent in pod.cpu_percent) or "-",
+            " ".join(f"{mb / 1000:.1f}" for mb in pod.memory_mb) or "-",
             pod.log_path or "-",
         )
         for pod in status.pods
     ]
-    return table(("RANK", "POD", "NODE", "SLOTS", "TRAINERS", "PHASE", "LOG"), rows)
+    names = ("RANK", "POD", "NODE", "SLOTS", "TRAINERS", "PHASE", "CPU", "GB", "LOG")
+    return table(names, rows)
 
 
 def _teachers_table(status: wire.JobStatus) -> str:

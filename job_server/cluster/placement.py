@@ -20,6 +20,7 @@ class NodeView:
     strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> what else runs on it
     memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
     faults: Mapping[int, str] = field(default_factory=dict)  # slot -> name of a fault just heard of
+    shortage: str = ""  # of what it is short: it gets no new pods
     quarantined: bool = field(init=False, repr=False, compare=False)  # a slot of it is
 
     def __post_init__(self) -> None:

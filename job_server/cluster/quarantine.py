@@ -81,13 +81,22 @@ def lasting(usage: SlotUsage | None) -> str:
     return next((each.text for each in faults if is_grave(each.name) and each.age_s == 0), "")
 
 
-def effective(node: Node, quarantines: Sequence[Quarantine]) -> Node:
-    """Return a node as it is to be used: its slots in quarantine get no pods."""
+def effective(node: Node, quarantines: Sequence[Quarantine], shortage: str = "") -> Node:
+    """Return a node as it is to be used: its slots in quarantine get no pods.
+
+    Args:
+        shortage: why none of its slots gets any; the pods that are there stay. "": it has enough.
+    """
     barred = {each.slot: each for each in quarantines if each.ended_at is None}
-    if not barred:
+    if not barred and not shortage:
         return node
     slots = tuple(
-        _barred(slot, barred[slot.index]) if slot.index in barred else slot for slot in node.slots
+        _barred(slot, barred[slot.index])
+        if slot.index in barred
+        else replace(slot, usable=False, reason=shortage)
+        if shortage and slot.usable
+        else slot
+        for slot in node.slots
     )
     return replace(node, slots=slots)
 

@@ -1,5 +1,6 @@
 """Registered nodes. The engine's lock guards all calls."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,8 +9,11 @@ from job_server.api import wire
 from job_server.api.errors import Conflict, Forbidden, NotFound
 from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
 from job_server.cluster.quarantine import effective, judge, recent_faults
+from job_server.cluster.shortage import Gauge, read_gauges, shortage
 from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
+
+logger = logging.getLogger(__name__)
 
 SMOOTHED_S = 10.0  # over which foreign load is averaged
 UNKNOWN_S = 60.0  # a load that was not reported for so long is not known any more
@@ -56,11 +60,12 @@ class KnownNode:
     cpu: SmoothedLoad = field(default_factory=SmoothedLoad)
     memory: SmoothedLoad = field(default_factory=SmoothedLoad)
     quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
+    gauges: dict[str, Gauge] = field(default_factory=dict)  # of memory and disk
 
     @property
     def effective(self) -> wire.Node:
         """The node as it is to be used."""
-        return effective(self.node, tuple(self.quarantines.values()))
+        return effective(self.node, tuple(self.quarantines.values()), shortage(self.gauges))
 
     def slot(self, index: int) -> wire.Slot:
         """Raise NotFound unless the node has it."""
@@ -229,11 +234,29 @@ class NodeRegistry:
             or known.report is None
             or _strangers(known.report) != _strangers(report)
         )
+        changed |= self._read_gauges(known, report, now)
         known.cpu.note(report.foreign_cpu_milli, known.node.cpu_milli, now)
         known.memory.note(report.foreign_memory_mb, known.node.memory_mb, now)
         self._changes += 1
         known.seen_at, known.report, known.changed = now, report, self._changes
         return changed
+
+    def _read_gauges(self, known: KnownNode, report: wire.NodeReport, now: float) -> bool:
+        """Enter what is free of memory and disk; return whether the node is short is news."""
+        if report.load is None:
+            return False
+        before = shortage(known.gauges)
+        known.gauges = read_gauges(known.gauges, report.load, now)
+        after = shortage(known.gauges)
+        if after == before:
+            return False
+        self._members += 1
+        name = known.node.node_id
+        if after:
+            logger.warning("node %s gets no new pods: %s", name, after)
+        else:
+            logger.info("node %s has enough memory and disk again", name)
+        return True
 
     def statuses(self, now: float) -> list[wire.NodeStatus]:
         return [self.status(known, now) for known in self.nodes.values()]
@@ -245,6 +268,7 @@ class NodeRegistry:
             last_seen_at=known.seen_at,
             report={} if known.report is None else wire.encode(known.report),
             limit=self.limits.get(known.node.node_id),
+            shortage=shortage(known.gauges),
             quarantines=tuple(q for q in known.quarantines.values() if q.ended_at is None),
         )
 
@@ -260,6 +284,7 @@ def _view(known: KnownNode, slots: Sequence[Held] = (), ports: Sequence[Held] = 
         strangers=_strangers(known.report),
         memory_used=_memory_used(known.report),
         faults=_faults(known.report),
+        shortage=shortage(known.gauges),
     )
 
 

@@ -8,6 +8,7 @@ from job_server.api.text import (
     account_parts,
     duration,
     error_lines,
+    load_text,
     roughly,
     slot_lines,
     steps_of_stage,
@@ -112,6 +113,7 @@ def _node_context(
         "status": status,
         "slots": f"{sum(slot.usable for slot in slots)} of {len(slots)} {slots[0].kind.value}",
         "use": None if shared is None else _use_context(shared),
+        "load": load_text(status.report),
         "seen": duration(now - status.last_seen_at),
         "unusable": slot_lines(status, now),
     }

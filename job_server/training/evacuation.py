@@ -52,6 +52,22 @@ def evacuate(work: Work) -> None:
     begin(work, (*stay, *new), way=way, reason=why, target=job.target)
 
 
+def warn_of_shortage(work: Work) -> None:
+    """Say when a node with pods of the job is about to run out of memory or disk."""
+    job = work.job
+    short = {view.node.node_id: view.shortage for view in work.cluster.nodes if view.shortage}
+    if not short and not job.announced.shortage:
+        return
+    nodes = {pod.site.node_id for pod in job.pods if not pod.released}
+    parts = [f"node {name}: {why}" for name, why in sorted(short.items()) if name in nodes]
+    text = "; ".join(parts)
+    if text == job.announced.shortage:
+        return
+    work.set(announced=replace(job.announced, shortage=text))
+    said = f"warning: {text}; no new pods go there" if text else "its nodes have enough room again"
+    work.note(said, lasting=False)
+
+
 def _change_preparing(work: Work) -> None:
     """Give up a stage in preparation that counts on a slot which is in quarantine by now."""
     stage = work.job.preparing

@@ -375,6 +375,7 @@ class Announced:
     standby: str = ""  # why a standby cannot be prepared, or covers less than was asked for
     plain: bool = False  # that no trainer has called the elastic loop
     quarantine: str = ""  # why a pod stays on a slot in quarantine
+    shortage: str = ""  # of what its nodes are short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

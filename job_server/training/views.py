@@ -232,7 +232,12 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         promise=progress.promise,
         warnings=tuple(
             text
-            for text in (plain_warning(job), job.announced.quarantine, *hang_texts(job))
+            for text in (
+                plain_warning(job),
+                job.announced.quarantine,
+                job.announced.shortage,
+                *hang_texts(job),
+            )
             if text
         ),
         saving=progress.saving if _is_saving(job) else None,
@@ -286,6 +291,9 @@ def _job_pods(job: Job) -> tuple[JobPod, ...]:
     seen: set[str] = set()
     active, preparing, known = job.active, job.preparing, job.pods_by_id()
     stay = known.keys() if preparing is None else set(preparing.pod_ids)
+    paces = job.progress.paces
+    if active is None or job.progress.paced_stage != active.stage:
+        paces = {}
     for stage in (active, preparing):
         for member in stage.members if stage is not None else ():
             pod = known.get(member.pod.pod_id)
@@ -296,7 +304,16 @@ def _job_pods(job: Job) -> tuple[JobPod, ...]:
             leaves = pod.pod_id not in stay
             if not pod.usable or leaves:
                 phase = "holding" if pod.desired is DesiredState.HOLD else "leaving"
-            shown.append(_shown(member.pod, phase, pod.log_path))
+            told = [] if stage is not active else [paces.get(rank) for rank in member.pod.ranks]
+            uses = [each for each in told if each is not None and each.memory_mb]
+            entry = _shown(member.pod, phase, pod.log_path)
+            if uses and len(uses) == len(told):
+                entry = replace(
+                    entry,
+                    cpu_percent=tuple(each.cpu_percent for each in uses),
+                    memory_mb=tuple(each.memory_mb for each in uses),
+                )
+            shown.append(entry)
     for pod in job.pods:
         if pod.pod_id not in seen:
             plan_pod = PlanPod(

@@ -93,7 +93,8 @@ class Launcher:
         self._oom_kills = oom_kills()
         self._look_at = 0.0  # when the trainers' pages are looked at next
         self._silences: dict[int, hangs.Silence] = {}  # by pid
-        self._paced: dict[int, Seen] = {}  # by pid: since when its time is told
+        # By pid: since when its time is told, and the processor time that it had used then.
+        self._paced: dict[int, tuple[Seen, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._channel = TrainerChannel(pod_env.pod_id)
         self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
@@ -341,11 +342,17 @@ class Launcher:
             before = self._silences.get(trainer.pid)
             self._silences[trainer.pid], alarm = hangs.heed(before, found, now, limits, run.step_s)
             if alarm is not None:
-                self._paced[trainer.pid] = seen  # a hang is told by itself
+                self._paced[trainer.pid] = (seen, process.cpu_s)  # a hang is told by itself
                 self._heed_alarm(name, alarm, seen)
-            pace = pace_between(name[1], self._paced.setdefault(trainer.pid, seen), seen)
+            told, cpu_s = self._paced.setdefault(trainer.pid, (seen, process.cpu_s))
+            pace = pace_between(name[1], told, seen)
             if pace is not None:
-                self._paced[trainer.pid] = seen
+                self._paced[trainer.pid] = (seen, process.cpu_s)
+                pace = dataclasses.replace(
+                    pace,
+                    cpu_percent=round(100 * (process.cpu_s - cpu_s) / pace.window_s, 1),
+                    memory_mb=process.rss_bytes // 10**6,
+                )
                 self._pod = state.paced(self._pod, name[0], pace)
 
     def _seen(self, name: Name) -> Seen | None:

@@ -1,6 +1,7 @@
 """A real server, a real client and real trainers on loopback, to be killed at will."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,9 +27,18 @@ class Cluster:
     Args:
         slots: CPU slots of the node.
         script: bash line that the pods run; `{python}` and `{out}` are replaced.
+        nvml: script of the fake NVML (tests/nvml/pynvml.py), whose GPUs are the slots then.
     """
 
-    def __init__(self, folder: Path, *, slots: int, script: str, grace_s: float = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int,
+        script: str,
+        grace_s: float = 3,
+        nvml: dict[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         self.slots, self.grace_s = slots, grace_s
         self.port = free_port()
@@ -37,6 +48,13 @@ class Cluster:
         self.client: subprocess.Popen[bytes] | None = None  # None: not running
         self.out = folder / "out"
         self.out.mkdir(parents=True)
+        self.env = dict(os.environ)
+        if nvml is not None:
+            (folder / "nvml.json").write_text(json.dumps(nvml))
+            self.env |= {
+                "FAKE_NVML": str(folder / "nvml.json"),
+                "PYTHONPATH": str(ROOT / "tests" / "nvml"),
+            }
         (folder / "train.sh").write_text(
             "#!/usr/bin/env bash\nexec " + script.format(python=sys.executable, out=self.out) + "\n"
         )
@@ -50,7 +68,8 @@ class Cluster:
 
     def start_client(self) -> None:
         args = ["--job_server", self.url, "--log_dir", str(self.folder / "client")]
-        args += ["--pod_path", str(self.folder / "pods"), "--cpu_slots", str(self.slots)]
+        args += ["--pod_path", str(self.folder / "pods")]
+        args += [] if "FAKE_NVML" in self.env else ["--cpu_slots", str(self.slots)]
         args += ["--port_range", f"{self.first_port}-{self.last_port}"]
         args += ["--grace_s", f"{self.grace_s:g}"]
         self.client = self._spawn("job_client", [*args, str(self.folder / "train.sh")])
@@ -61,6 +80,7 @@ class Cluster:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *args],
                 cwd=ROOT,
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         checkpoint: str = "--checkpoint {out}/checkpoint",
         program: str = "count_train.py",
         grace_s: float = 3,
+        nvml: dict[str, Any] | None = None,
     ) -> Cluster:
         trainer = ROOT / "tests" / "e2e" / program
         script = (
@@ -34,7 +36,7 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
             f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "
             f"{checkpoint} --out {{out}}/seen.npy --end {{out}}/end"
         )
-        cluster = Cluster(tmp_path / "c", slots=slots, script=script, grace_s=grace_s)
+        cluster = Cluster(tmp_path / "c", slots=slots, script=script, grace_s=grace_s, nvml=nvml)
         made.append(cluster)
         cluster.start_server()
         cluster.start_client()

@@ -43,7 +43,8 @@ def test_what_a_gpu_says_of_itself_is_a_fault_as_long_as_it_says_so(health, name
 
 def test_a_fault_that_is_over_is_remembered_with_its_age_for_a_day():
     sick = look(None, replace(WELL, rows_failed=True), (), used=False, now=100.0)
-    assert [(each.name, each.age_s) for each in reported(sick, 100.0)] == [("rows_remap_failed", 0)]
+    told = [(each.name, each.age_s) for each in reported(sick, 101.5)]  # between two looks
+    assert told == [("rows_remap_failed", 0)]
     well = look(sick, WELL, (), used=False, now=160.0)
     assert [each.age_s for each in reported(well, 160.0)] == [60.0]
     assert names(look(well, WELL, (), used=False, now=100.0 + 86400.0)) == []

@@ -20,7 +20,8 @@ from job_server.api.local_servers import listed
 from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
 from pod_runtime import env, processes
 from tests.job_client.conftest import FakeServer, kill_all, pod
-from tests.support import wait_until
+from tests.nvml.pynvml import healthy
+from tests.support import ROOT, wait_until
 
 StartProgram = Callable[..., subprocess.Popen[str]]
 
@@ -92,10 +93,12 @@ def start_program(tmp_path: Path) -> Iterator[StartProgram]:
     """Start `python -m job_client` in tmp_path."""
     programs: list[subprocess.Popen[str]] = []
 
-    def start(*args: str, **environ: str) -> subprocess.Popen[str]:
+    def start(
+        *args: str, slots: tuple[str, ...] = ("--cpu_slots", "2"), **environ: str
+    ) -> subprocess.Popen[str]:
         programs.append(
             subprocess.Popen(
-                [sys.executable, "-m", "job_client", "--cpu_slots", "2", *args],
+                [sys.executable, "-m", "job_client", *slots, *args],
                 cwd=tmp_path,
                 env={**os.environ, "PADDLE_JOB_ID": "job", **environ},
                 stdout=subprocess.PIPE,
@@ -199,6 +202,33 @@ def test_a_client_killed_in_the_package_script_has_it_run_again(
     start_program(*args)
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 0
     assert is_gone(stuck)
+
+
+def test_a_client_reports_what_happens_to_its_gpus_and_goes_on(
+    server, url, start_program, tmp_path
+):
+    falls, path = tmp_path / "falls", os.pathsep.join([str(ROOT / "tests" / "nvml"), str(ROOT)])
+    fault = {"gpu": 1, "when": str(falls)}
+    faults = [fault | {"xid": 79}, fault | {"lost": True}, {"gpu": 0, "xid": 31}]
+    nvml = tmp_path / "nvml.json"
+    nvml.write_text(json.dumps({"gpus": [healthy(0), healthy(1)], "faults": faults}))
+    command = ("--job_server", url, script(tmp_path, "sleep 600"))
+    start_program(*command, slots=(), PYTHONPATH=path, FAKE_NVML=str(nvml))
+
+    def faults_of(slot: int) -> set[str]:
+        report = server.reports[-1] if server.reports else None
+        slots = () if report is None or len(report.slots) < 2 else report.slots
+        return {fault.name for usage in slots if usage.index == slot for fault in usage.faults}
+
+    server.want_until(PodPhase.RUNNING, pod())
+    wait_until(lambda: faults_of(0) == {"xid_31"}, what="the program's own error is told")
+    assert server.nodes[-1].slots[1].usable
+    falls.touch()
+    wait_until(lambda: faults_of(1) == {"xid_79", "gpu_lost"}, what="the loss is told")
+    wait_until(lambda: not server.nodes[-1].slots[1].usable, what="the slot is not usable")
+    assert server.nodes[-1].slots[0].usable
+    assert server.reports[-1].load is not None
+    assert server.reports[-1].pods[0].phase is PodPhase.RUNNING
 
 
 def test_with_keep_pods_sigterm_leaves_them_running(server, url, start_program, tmp_path):

@@ -138,3 +138,33 @@ def test_what_does_not_keep_a_slot_from_use_is_said_too():
             "slot 0: XID 31: an error of the program's own, 2 min ago",
             "slot 0: slowed by heat",
         ]
+
+
+def test_a_node_that_is_short_of_memory_gets_no_new_pods_and_keeps_those_it_has():
+    clock = Clock()
+
+    def say(service: JobService, used_mb: int) -> None:
+        load = wire.NodeLoad(memory_used_mb=used_mb, memory_total_mb=64_000)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", load=load))
+
+    with open_service(now=clock) as service:
+        service.register(cpu_node())
+        say(service, 10_000)
+        service.submit(replace(SPEC, pods=1))
+        assert len(service.statuses()[0].pods) == 1
+        clock.now += 100
+        say(service, 63_500)
+        text = "its memory is nearly used up: 0.5 of 64.0 GB were free"
+        assert lines(service) == [f"no new pods: {text}"]
+        (status,) = service.statuses()
+        assert status.warnings == (f"node node-a: {text}",)
+        assert len(status.pods) == 1
+        events = service.last_events("digits", 5)
+        assert events[-1].text == f"warning: node node-a: {text}; no new pods go there"
+        service.submit(replace(SPEC, job_id="other"))
+        assert usable(service) == [False, False]
+        clock.now += 100
+        say(service, 20_000)
+        assert lines(service) == []
+        assert usable(service) == [True, True]
+        assert service.statuses()[0].warnings == ()

@@ -76,3 +76,13 @@ def test_another_stage_begins_without_the_paces_of_the_one_before():
     made.crash("pod_1_0")
     made.run_until(*(type(made.job.state)[name] for name in ("RECOVERING",)))
     assert made.status.warnings == ()
+
+
+def test_a_job_shows_what_each_trainer_uses_once_its_stage_has_told_it():
+    made = trains(world())
+    assert [pod.memory_mb for pod in made.status.pods] == [(), ()]
+    report(made, *(replace(pace(rank), cpu_percent=90.0, memory_mb=700 + rank) for rank in (0, 1)))
+    assert [pod.memory_mb for pod in made.status.pods] == [(700,), (701,)]
+    assert [pod.cpu_percent for pod in made.status.pods] == [(90.0,), (90.0,)]
+    report(made, pace(0))  # of the version before
+    assert [pod.memory_mb for pod in made.status.pods] == [(), (701,)]

@@ -21,6 +21,8 @@ MAX_RULES = 200
 LINE_CHARS = 500  # of what a pattern is looked for in
 OOM_KILL, HANG, PEER_LOST = "oom_kill", "hang", "peer_lost"  # events that are no NVML events
 
+DO_NOT_RESTART_EXIT = 78  # EX_CONFIG of sysexits.h
+
 _MAX_VALUES, _MAX_CHARS = 100, 2000  # of one key of a rule, and of one value
 # How many ways a pattern may try at one place of a line: one `.*`, and some of `?` and `|`. A
 # careless pattern must not keep the server from its other jobs.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from job_server.api.failure_policy import DO_NOT_RESTART_EXIT
 from job_server.api.text import describe_exit
 from job_server.api.wire import DesiredState, JobState, PodPhase, PodState
 from job_server.jobs.pod_reports import (
@@ -62,6 +63,10 @@ def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
         text += f": {state.reason}"
     if state.last_lines:
         text += f"; last lines: {last_words(state.last_lines)}"
+    if code == DO_NOT_RESTART_EXIT:
+        work.set(failures=work.job.failures + 1)
+        finish(work, JobState.FAILED, f"{text[:REASON_CHARS]}; it asks not to be started again")
+        return
     _count(work, pod, text[:REASON_CHARS], preempted=was_terminated(code))
 
 

@@ -3,7 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.api.wire import Account, JobSpec, JobState, Order, StageRecord, Way
+from job_server.api.wire import (
+    Account,
+    FirstError,
+    JobSpec,
+    JobState,
+    Order,
+    StageRecord,
+    Way,
+)
 from job_server.jobs.retries import HEALTHY_S, backoff_s
 from job_server.jobs.work import Goal
 from job_server.training.faults import find_lasting
@@ -245,6 +253,19 @@ def _extend_before(work: Work, number: int, restored_step: int) -> None:
         update_record(work, trained[-1].stage, last_step=restored_step)
 
 
+def note_error(
+    work: Work, stage: int, text: str, *, traceback: str = "", is_of_victim: bool = False
+) -> None:
+    """Keep the first error of a stage that is heard, and a victim's only until a cause is."""
+    known = work.job.error
+    if known is not None and known.stage == stage and (is_of_victim or not known.is_of_victim):
+        return
+    found = FirstError(
+        stage=stage, at=work.now, text=text, traceback=traceback, is_of_victim=is_of_victim
+    )
+    work.set(error=found)
+
+
 # --- budgets -------------------------------------------------------------------------------------
 
 
@@ -290,7 +311,7 @@ def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryV
         budget,
         failures=budget.failures + (not ignored),
         failures_in_row=in_row,
-        faults=cause.faults,
+        faults=before if ignored else cause.faults,
         step_at_failure=max(budget.step_at_failure, job.progress.best_step),
         retry_at=now + backoff_s(spec.job_id, in_row),
     )

@@ -45,14 +45,21 @@ def find_sites_on(work: Work, wanted: Mapping[str, int], first: str = "") -> tup
     return tuple(sites)
 
 
-def avoid(work: Work, node_id: str, slots: tuple[int, ...], why: str) -> None:
-    """Use these slots for a while only where no others are free; pods leave them at a start."""
+def avoid(work: Work, node_id: str, slots: tuple[int, ...], why: str) -> bool:
+    """Use these slots for a while only where no others are free; pods leave them at a start.
+
+    Returns:
+        False: that is known already, as where a launcher tells it again after it has attached.
+    """
     kept = [each for each in work.job.avoided if work.now < each.until]
+    if any((each.node_id, each.slots, each.why) == (node_id, slots, why) for each in kept):
+        return False
     held = [each for each in kept if (each.node_id, each.slots) != (node_id, slots)]
     new = Avoided(node_id=node_id, slots=slots, until=work.now + AVOID_S, why=why)
     work.set(avoided=(*held[1 - MAX_AVOIDED :], new))
     shown = counted(len(slots), "slot") if len(slots) > 1 else f"slot {slots[0]}"
     work.note(f"{shown} of node {node_id}: others are used if there are free ones", lasting=False)
+    return True
 
 
 def avoided_slots(work: Work) -> dict[str, frozenset[int]]:

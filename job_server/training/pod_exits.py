@@ -31,6 +31,7 @@ from job_server.jobs.pod_reports import (
     missing_text,
     without,
 )
+from job_server.training.accounting import note_error
 from job_server.training.allocation import avoid
 from job_server.training.faults import Failure, fault_of, judge, policy_of
 from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod, age
@@ -202,6 +203,12 @@ def _judged(
     )
     rule = judge(policy_of(work.job.spec), failure)
     leave_slots(work, site.node_id, site.slots, rule, cause.text)
+    stage = next((each for each in work.job.stages if each.member(pod.pod_id)), None)
+    if stage is not None and kind_of(rule) is CauseKind.FAILURE:
+        shown = failure.last_lines
+        began = next((i for i, line in enumerate(shown) if line.startswith("Traceback (")), None)
+        traceback = "" if began is None else "\n".join(shown[began:])
+        note_error(work, stage.stage, cause.text, traceback=traceback)
     fault = fault_of(f"pod {pod.pod_id}", failure, rule)
     if fault is not None and pod.launcher_done and not fault.at_once:
         fault = None  # its trainers were done: what follows in the script may be tried again
@@ -224,9 +231,9 @@ def leave_slots(
     work: Work, node_id: str, slots: tuple[int, ...], rule: FailureRule, why: str
 ) -> None:
     """Have the next start on other slots, where the rule says so and there are free ones."""
-    if rule.then in (Then.RESTART_ELSEWHERE, Then.QUARANTINE):
-        avoid(work, node_id, slots, why)
-    if rule.then is Then.QUARANTINE:
+    if rule.then not in (Then.RESTART_ELSEWHERE, Then.QUARANTINE):
+        return
+    if avoid(work, node_id, slots, why) and rule.then is Then.QUARANTINE:
         for slot in slots:
             work.quarantine(node_id, slot, rule.name or "failure_policy", why)
 

@@ -14,7 +14,6 @@ from job_server.api.wire import (
     TRAIN_LOSS,
     Attach,
     DesiredState,
-    FirstError,
     Order,
     PodReport,
     PodStagePhase,
@@ -27,6 +26,7 @@ from job_server.jobs.work import Goal
 from job_server.training.accounting import (
     end_hang,
     first_step,
+    note_error,
     note_hang,
     stand_still,
     update_record,
@@ -376,7 +376,13 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
         of_change=stage is job.preparing and stage.way is not Way.START,
     )
     if not planned:
-        _note_error(work, stage, text, report)
+        note_error(
+            work,
+            stage.stage,
+            text[:REASON_CHARS],
+            traceback="" if report.error is None else report.error.traceback,
+            is_of_victim=report.peer_lost,
+        )
         leave_slots(work, member.pod.node_id, slots, rule, text)
     if stage is job.preparing:
         if stage.way is Way.JOIN and report.peer_lost:
@@ -423,25 +429,6 @@ def _hung(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> N
         note_hang(work, Hang(stage=stage.stage, rank=report.rank, text=text), report.hung_s)
     elif end_hang(work, stage.stage, report.rank):
         work.note(f"{who} goes on: {report.reason}"[:REASON_CHARS])
-
-
-def _note_error(work: Work, stage: JobStage, text: str, report: PodReport) -> None:
-    """Keep the first error of a stage that is heard, and a victim's only until a cause is."""
-    known, error = work.job.error, report.error
-    if (
-        known is not None
-        and known.stage == stage.stage
-        and (report.peer_lost or not known.is_of_victim)
-    ):
-        return
-    found = FirstError(
-        stage=stage.stage,
-        at=work.now,
-        text=text[:REASON_CHARS],
-        traceback="" if error is None else error.traceback,
-        is_of_victim=report.peer_lost,
-    )
-    work.set(error=found)
 
 
 def _who(pod_id: str, report: PodReport) -> str:

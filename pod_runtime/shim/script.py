@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from pod_runtime import processes
+from pod_runtime.cgroups import oom_kills
 from pod_runtime.log_tail import last_lines
 from pod_runtime.shim_wire import PodExit
 
@@ -33,6 +34,7 @@ class PodScript:
         self.kill_asked = False
         self.gone = False  # no process of the pod is left
         self._log = log
+        self._oom_kills = oom_kills()
         self._start(command)
 
     def _start(self, command: list[str]) -> None:
@@ -126,6 +128,15 @@ class PodScript:
             if pid == self.pid:
                 self.wait_status = status
 
+    def _explain_kill(self) -> str:
+        before, now = self._oom_kills, oom_kills()
+        if now is None or before is None or self.killed or now.count <= before.count:
+            return ""
+        return (
+            f"; since it began the kernel has killed {now.count - before.count} processes of "
+            f"{now.of} for lack of memory"
+        )
+
     def exit(self) -> PodExit:
         """Return how the script ended. Call it only once it is gone."""
         status = 0 if self.wait_status is None else self.wait_status
@@ -136,6 +147,8 @@ class PodScript:
             reason = f"exited with code {code}"
         else:
             reason = f"ended by {signal.Signals(-code).name}"
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            reason += self._explain_kill()
         if self.why:
             reason = f"{self.why}: {reason}"
         if self.killed and not self.kill_asked:

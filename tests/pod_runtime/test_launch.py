@@ -402,6 +402,56 @@ def test_a_trainer_that_hangs_is_said_with_its_stack_and_killed_after_ten_times_
     assert len([each for each in server.told(ReportKind.HUNG) if each.hung_s]) >= 2
 
 
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of our own with 150 MB; skips where this machine allows none."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    top, limit = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v1.parent, "memory.max")
+    folder = top / f"edl-test-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(150_000_000))
+    except OSError as error:
+        if folder.exists():
+            folder.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    yield folder
+
+    def is_removed() -> bool:
+        with contextlib.suppress(OSError):  # its processes are about to end
+            folder.rmdir()
+        return not folder.exists()
+
+    wait_until(is_removed, what="the control group's end")
+
+
+def test_a_trainer_that_the_kernel_kills_for_lack_of_memory_is_told_apart(
+    server, make_pod, memory_group, tmp_path
+):
+    eat = tmp_path / "eat"
+    pod = make_pod()
+    pod.train("--eat", str(eat))
+    (trainer,) = (pid for pid, env in pod.living().items() if "EDL_STAGE" in env)
+    for pid in (pod.launcher(), trainer):
+        (memory_group / "cgroup.procs").write_text(str(pid))
+    eat.touch()
+    failed = server.wait_told(ReportKind.FAILED)
+    assert (failed.rank, failed.code, failed.events) == (0, -signal.SIGKILL, ("oom_kill",))
+    assert failed.reason == "oom_kill of its control group has risen to 1"
+    assert failed.last_lines
+    pod.end()
+
+
+def test_a_trainer_that_is_killed_by_another_is_not_said_to_be_out_of_memory(server, make_pod):
+    pod = make_pod()
+    pod.train()
+    (trainer,) = (pid for pid, env in pod.living().items() if "EDL_STAGE" in env)
+    os.kill(trainer, signal.SIGKILL)
+    failed = server.wait_told(ReportKind.FAILED)
+    assert (failed.code, failed.events) == (-signal.SIGKILL, ())
+    assert "oom_kill" not in failed.reason
+
+
 def test_a_sign_of_life_counts_that_comes_before_the_stacks_of_all_trainers(
     server, make_pod, tmp_path
 ):

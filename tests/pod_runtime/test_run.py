@@ -161,6 +161,22 @@ def test_an_error_that_cannot_go_away_is_final_and_told_once(run, tmp_path, name
     assert not job.left()
 
 
+def test_a_failure_policy_of_ones_own_decides_by_what_the_log_says(run, tmp_path):
+    (tmp_path / "policy.yaml").write_text(
+        "- {name: the disk is gone, exit_code: 5, log: 'sd[a-z] is gone', then: fail}\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import os\nprint('disk sdb is gone\\nbye', flush=True)\nos._exit(5)\n"
+    )
+    flags = ("--cpu_slots", "1", "--max", "1", "--failure_policy", "policy.yaml")
+    job = run(*flags, "train.py")
+    assert job.process.wait(60) == 1
+    console = job.console()
+    assert "edl: exited with 5: bye; rank 0 (pod_0_0), not tried again: the disk is gone" in console
+    assert "edl: FAILED after step 0, 1 stage and " in console
+    assert not job.left()
+
+
 def test_of_a_trainer_that_was_killed_the_end_of_its_output_is_shown_again(run, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os\nprint('about to go', flush=True)\nos.kill(os.getpid(), 11)\n"
@@ -229,6 +245,7 @@ def test_a_killed_edl_run_takes_everything_with_it(run):
         (["--cpu_slots", "0", TOY], "--cpu_slots: must be between"),
         (["--change_script", "x.txt", TOY], "--change_script: 'x.txt'"),
         (["--change_script", "no.yaml", TOY], "no.yaml cannot be read"),
+        (["--failure_policy", "p.yaml", TOY], "--failure_policy: p.yaml cannot be read: "),
         (["--job_id", "../x", TOY], "job_id: '../x' is not an id"),
         (["--share", "--pods", "1", TOY], "pods: the server chooses how many pods a shared job"),
         (["--share", "--change_script", "walk", TOY], "script: the server chooses how many pods"),

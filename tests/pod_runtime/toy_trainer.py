@@ -2,7 +2,7 @@
 
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
                       [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
-                      [--adapter MODULE]
+                      [--adapter MODULE] [--eat FILE]
 """
 
 import argparse
@@ -31,6 +31,7 @@ parser.add_argument("--ignore_sigterm", action="store_true")
 parser.add_argument("--print", dest="text")
 parser.add_argument("--hold", help="no step follows the fifth while this file exists")
 parser.add_argument("--adapter", default="")
+parser.add_argument("--eat", help="once this file exists memory is taken without end")
 args = parser.parse_args()
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])
@@ -93,6 +94,7 @@ activity.begin(Doing.PARKED)
 while hear()[0]["do"] != "go":
     pass
 
+eaten: list[bytes] = []
 segment = -1
 if args.snapshot and rank == 0:
     geometry = make_geometry(1, 0, 0)
@@ -106,6 +108,8 @@ while step < args.steps:
     time.sleep(0.01)
     while step == 5 and args.hold and os.path.exists(args.hold):
         time.sleep(0.01)
+    while args.eat and os.path.exists(args.eat):
+        eaten.append(os.urandom(1 << 20))
     step += 1
     activity.count_step(samples=1)
     if args.fail == step:

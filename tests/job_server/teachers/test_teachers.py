@@ -252,6 +252,15 @@ def test_what_makes_no_sense_is_refused(event, text):
         nodes.send(event)
 
 
+def test_a_teacher_that_asks_not_to_be_started_again_ends_its_job():
+    nodes = running(1)
+    nodes.crash(nodes.ids[0], exit_code=78, last_lines=("no license",))
+    nodes.acts(2)
+    assert nodes.is_in(JobState.FAILED)
+    told = "teacher_1 exited with 78; last lines: no license; it asks not to be started again"
+    assert told in nodes.job.reason
+
+
 def test_a_teacher_that_crashes_is_replaced_at_once_and_ever_later_if_it_crashes_again():
     nodes = running(1)
     waits = []

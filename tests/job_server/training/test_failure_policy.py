@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from job_server.api.failure_policy import HANG, PEER_LOST, FailedProcess, FailureRule, Then
-from job_server.api.wire import JobSpec, JobState, RaisedError, ReportKind, TrainerError
+from job_server.api.wire import (
+    JobSpec,
+    JobState,
+    PodPhase,
+    PodState,
+    RaisedError,
+    ReportKind,
+    TrainerError,
+)
+from job_server.jobs.events import NodeReported
 from job_server.training import views
 from job_server.training.faults import Failure, judge, policy_of
 from tests.job_server.world import World, records, tell, trains, world
@@ -238,3 +247,42 @@ def test_the_status_names_what_was_told_apart():
         "rank 1 (pod_1_0) was killed by SIGKILL (out of memory, killed by the kernel): oom_kill "
         "of its control group has risen to 1"
     )
+
+
+def test_what_a_launcher_tells_again_is_done_once():
+    made = trains(world(slots=3, nodes=1, failure_policy=rule(Then.QUARANTINE)))
+    stage = made.active.stage
+    for _ in range(2):
+        tell(made, "pod_1_0", ReportKind.FAILED, stage, rank=1, code=3, reason="odd")
+    assert len(made.job.bad_slots) == len(made.job.avoided) == 1
+    assert sum("others are used" in reason for reason in made.reasons) == 1
+
+
+def test_an_error_that_is_ignored_between_two_others_hides_neither():
+    made = trains(world(failure_policy=rule(Then.IGNORE)))
+    for _ in range(2):
+        fails(made, 1, rank=0, error=error("ValueError", text="odd"))
+        made.rounds(20)
+        if made.job.state is JobState.FAILED:
+            break
+        trains(made)
+        fails(made, 3)
+        trains(made)
+    made.run_until(JobState.FAILED)
+    assert "it has come twice at step 3" in made.job.reason
+
+
+def test_the_first_error_may_be_that_of_a_script_which_never_reached_training():
+    made = world(pods=1)
+    while not made.nodes["a"].pods:
+        made.round()
+    (sim,) = made.nodes["a"].pods.values()
+    sim.end(code=1)
+    lines = ("starting", "Traceback (most recent call last):", "  File 'x.py', line 1", "KeyError")
+    ended = PodState(
+        pod_id=sim.pod_id, job_id="job", phase=PodPhase.EXITED, exit_code=1, last_lines=lines
+    )
+    made.send(NodeReported("a", (ended,)))
+    assert made.status.error is not None
+    assert made.status.error.text.startswith(f"pod {sim.pod_id} exited with 1; last lines: ")
+    assert made.status.error.traceback.splitlines() == list(lines[1:])

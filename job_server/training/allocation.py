@@ -13,8 +13,14 @@ AVOID_S = 3600.0  # for so long a job avoids a slot on which something went wron
 MAX_AVOIDED = 1000
 
 
-def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
-    """Return sites for up to `count` new pods, on the node `first` before others."""
+def find_sites(
+    work: Work, count: int, first: str = "", *, avoiding: bool = True
+) -> tuple[Site, ...]:
+    """Return sites for up to `count` new pods, on the node `first` before others.
+
+    Args:
+        avoiding: whether slots on which something went wrong come last, on whatever node.
+    """
     return place(
         work.job.spec,
         work.cluster,
@@ -22,7 +28,7 @@ def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
         count=count,
         held=slots_of_stayers(work.job),
         leaving=slots_of_leavers(work.job),
-        avoid=avoided_slots(work),
+        avoid=avoided_slots(work) if avoiding else {},
         first=first,
     )
 

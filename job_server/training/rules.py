@@ -448,12 +448,19 @@ def _begin_start(work: Work) -> None:
     stay = stay[: job.target]
     source = choose_restore(work)
     home = _home(job, stay, source)
+    nodes = serving_nodes(job.spec, work.cluster, work.now)
+    answers = any(view.node.node_id == home for view in nodes)
+    # A shared job starts again far more often than one that a user pauses: it waits for its node.
+    bound = answers and job.spec.share and source is not None and is_local(source.path)
+    needs_home = source is not None and (source.spare or bound)
     missing = 0 if not home and _goes_on_with(work, len(stay)) else job.target - len(stay)
     if job.spec.share:
         to_add = split(tuple(stay), allotted)[1] if missing else {}
         sites = find_sites_on(work, to_add, first=home)
     else:
         sites = find_sites(work, missing, first=home)
+        if needs_home and home not in {each.node_id for each in (*sites, *(p.site for p in stay))}:
+            sites = find_sites(work, missing, first=home, avoiding=False)
     size = len(stay) + len(sites)
     if job.spec.share and size < len(stay) + missing and work.now < patience_deadline(job):
         work.set(waiting=f"{size} of its {job.target} pods have a place; others give way")
@@ -474,11 +481,6 @@ def _begin_start(work: Work) -> None:
     starts_on = [pod.site.node_id for pod in stay] + [site.node_id for site in sites]
     if job.spec.share and _leaves_its_state(work, starts_on):
         return
-    nodes = serving_nodes(job.spec, work.cluster, work.now)
-    answers = any(view.node.node_id == home for view in nodes)
-    # A shared job starts again far more often than one that a user pauses: it waits for its node.
-    bound = answers and job.spec.share and source is not None and is_local(source.path)
-    needs_home = source is not None and (source.spare or bound)
     if source is not None and needs_home and home not in starts_on:
         why = "has no free slots" if answers else "does not answer"
         text = f"step {source.step} is on node {home}, in {source.path}"

@@ -15,9 +15,11 @@ from job_server.api.wire import (
     ReportKind,
     TrainerError,
 )
+from job_server.cluster.quarantine import is_grave
 from job_server.jobs.events import NodeReported
 from job_server.training import views
 from job_server.training.faults import Failure, judge, policy_of
+from job_server.training.job import Avoided
 from tests.job_server.world import World, records, tell, trains, world
 
 
@@ -286,3 +288,28 @@ def test_the_first_error_may_be_that_of_a_script_which_never_reached_training():
     assert made.status.error is not None
     assert made.status.error.text.startswith(f"pod {sim.pod_id} exited with 1; last lines: ")
     assert made.status.error.traceback.splitlines() == list(lines[1:])
+
+
+def test_the_node_that_has_the_state_is_used_although_something_failed_there():
+    policy = rule(Then.RESTART_ELSEWHERE)
+    made = trains(world(slots=1, nodes=2, pods=1, failure_policy=policy))
+    made.has_path = False
+    made.pause()
+    made.run_until(JobState.PAUSED)
+    assert made.job.ending.saved is not None
+    assert (made.job.ending.saved.node_id, made.job.ending.saved.spare) == ("a", True)
+    avoided = Avoided(node_id="a", slots=(0,), until=made.now + 3600, why="a test")
+    made.job = replace(made.job, avoided=(avoided,))
+    made.resume()
+    trains(made)
+    assert where(made) == [("a", (0,))]
+
+
+def test_the_table_and_the_server_put_a_slot_in_quarantine_for_the_same_faults():
+    names = [
+        *("gpu_lost", "ecc_uncorrected", "rows_remap_failed", "rows_remap_pending"),
+        *("pages_pending", "recovery_reset", "recovery_reboot", "recovery_drain_reset"),
+        *("nvml_hangs", *(f"xid_{number}" for number in range(1, 160))),
+    ]
+    verdicts = {name: judge((), failure(events=(name,))).then is Then.QUARANTINE for name in names}
+    assert verdicts == {name: is_grave(name) for name in names}

@@ -4,8 +4,9 @@ They only say which job to look at. Nothing is written to the objects: no annota
 """
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import kopf
@@ -15,7 +16,13 @@ from k8s_controller.observed import JOB_LABEL
 from k8s_controller.spec import GROUP, PLURAL, VERSION, Object
 
 PREFIX = GROUP  # of annotations, if a handler that needs them is ever added
-BACKOFFS_S = (0.2, 0.5, 1, 2, 2, 2, 5)  # of kopf's own calls
+
+
+class Backoffs:
+    """The seconds between two tries of kopf's own calls: it gives up after the last, so none is."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(3.0))
 
 
 def registry_for(controller: Controller) -> kopf.OperatorRegistry:
@@ -31,7 +38,7 @@ def registry_for(controller: Controller) -> kopf.OperatorRegistry:
         settings.posting.enabled = False  # events are the controller's own
         settings.scanning.disabled = True  # it needs no right to list definitions
         settings.execution.max_workers = 2
-        settings.networking.error_backoffs = BACKOFFS_S
+        settings.networking.error_backoffs = Backoffs()
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
         settings.watching.reconnect_backoff = 0.2

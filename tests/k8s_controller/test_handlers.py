@@ -1,9 +1,11 @@
 """What wakes the controller, and how its watches end."""
 
+import itertools
 import logging
 import os
 import signal
 import threading
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import kubernetes.config
 import pytest
 
 from k8s_controller.controller import Controller
-from k8s_controller.handlers import is_own_change, watch
+from k8s_controller.handlers import Backoffs, is_own_change, watch
 from k8s_controller.kube_api import KubeApi
 from k8s_controller.metrics import Metrics
 from tests.k8s_controller.cluster.api_server import ApiServer
@@ -36,6 +38,13 @@ def test_the_controller_is_not_woken_by_what_it_wrote_itself(
     meta: dict[str, Any], status: dict[str, Any], own: bool
 ):
     assert is_own_change({"metadata": meta, "status": status}) is own
+
+
+def test_a_controller_that_starts_while_the_api_server_is_away_waits_for_it_as_long_as_it_takes():
+    backoffs = Backoffs()
+    for _ in range(2):  # each of kopf's calls begins anew
+        assert max(itertools.islice(backoffs, 10_000)) <= 5
+    assert not isinstance(backoffs, Sized)  # kopf counts what it can, to say when it gives up
 
 
 def test_watches_end_at_sigterm_and_wait_for_nobody(

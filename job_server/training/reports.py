@@ -365,7 +365,8 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     slots = _slots(member, report.rank)
     failure = _as_failure(report, slot_events(work, member.pod.node_id, slots))
     rule = judge(policy_of(job.spec), failure)
-    text = _failure_text(pod_id, report, "" if planned else rule.name, planned=planned)
+    name = "" if planned or PEER_LOST in rule.event else rule.name
+    text = _failure_text(pod_id, report, name, planned=planned)
     fault = None if planned else fault_of(_who(pod_id, report), failure, rule)
     cause = Cause(
         kind=CauseKind.PLANNED if planned else kind_of(rule),
@@ -442,7 +443,7 @@ def _failure_text(pod_id: str, report: PodReport, name: str, *, planned: bool) -
         how += " when it lost a peer"
     if planned:
         how += " to a kill, as requested" if report.peer_lost else ", as requested"
-    elif name.lower() not in report.reason.lower() and not report.peer_lost:
+    elif name.lower() not in report.reason.lower():
         how += f" ({name})"
     return f"{who} {how}" + (f": {report.reason}" if report.reason else "")
 

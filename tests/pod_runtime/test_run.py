@@ -177,6 +177,23 @@ def test_a_failure_policy_of_ones_own_decides_by_what_the_log_says(run, tmp_path
     assert not job.left()
 
 
+def test_a_trainer_that_fails_on_a_slot_goes_on_on_another_one(run, tmp_path):
+    (tmp_path / "policy.yaml").write_text(
+        "- {exit_code: 5, then: restart_elsewhere}\n- {exit_code: 6, then: quarantine}\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib\n"
+        "slot = os.environ['EDL_SLOTS']\n"
+        "with pathlib.Path('slots').open('a') as file:\n    print(slot, file=file)\n"
+        "os._exit({'0': 5, '1': 6}.get(slot, 0))\n"
+    )
+    flags = ("--cpu_slots", "3", "--max", "1", "--failure_policy", "policy.yaml")
+    job = run(*flags, "train.py")
+    assert job.process.wait(60) == 0, job.console()
+    assert (tmp_path / "slots").read_text().split() == ["0", "1", "2"]
+    assert not job.left()
+
+
 def test_of_a_trainer_that_was_killed_the_end_of_its_output_is_shown_again(run, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os\nprint('about to go', flush=True)\nos.kill(os.getpid(), 11)\n"

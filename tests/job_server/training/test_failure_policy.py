@@ -313,3 +313,14 @@ def test_the_table_and_the_server_put_a_slot_in_quarantine_for_the_same_faults()
     ]
     verdicts = {name: judge((), failure(events=(name,))).then is Then.QUARANTINE for name in names}
     assert verdicts == {name: is_grave(name) for name in names}
+
+
+def test_what_victims_alone_have_written_is_named():
+    made = trains(world())
+    for rank, pod_id in enumerate(("pod_0_0", "pod_1_0")):
+        said = {"code": -6, "peer_lost": True, "last_lines": (WATCHDOG,)}
+        tell(made, pod_id, ReportKind.FAILED, 1, rank=rank, **said)
+    trains(made)
+    assert made.status.error is not None
+    expected = "rank 0 (pod_0_0) died of SIGABRT when it lost a peer (NCCL timeout)"
+    assert made.status.error.text == expected

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from job_server.api import wire
+from job_server.api.failure_policy import FailureRule, Then
 from job_server.api.wire import JobSpec, JobState, PodStagePhase, ScriptKind, ScriptSpec
 from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.training import machine, views
@@ -226,6 +227,7 @@ def make_world(
     overlap: str = "auto",
     standby: int = 0,
     stop_after_s: float | None = None,
+    then: Then = Then.RESTART,
 ) -> World:
     script = ScriptSpec(kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0)
     spec = JobSpec(
@@ -240,6 +242,7 @@ def make_world(
         max_restarts_without_progress=failures,
         prepare_timeout_s=10.0,
         grace_s=5.0,
+        failure_policy=() if then is Then.RESTART else (FailureRule(then=then),),
     )
     nodes = (node("a", stop_after_s=stop_after_s), node("b", stop_after_s=stop_after_s))
     return World(spec, nodes, elastic=elastic)
@@ -255,6 +258,9 @@ def worlds(*, min_pods: list[int]) -> st.SearchStrategy[World]:
         min_pods=st.sampled_from(min_pods),
         scripted=st.booleans(),
         failures=st.sampled_from([2, 50]),
+        then=st.sampled_from(
+            [Then.RESTART, Then.RESTART, Then.RESTART_ELSEWHERE, Then.QUARANTINE, Then.IGNORE]
+        ),
     )
 
 

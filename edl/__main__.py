@@ -27,6 +27,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "logs": (_COMMANDS, "print the logs of pods on this machine"),
     "nodes": (_COMMANDS, "show all nodes"),
     "capacity": (_COMMANDS, "say which slots of a node are used, and by whom"),
+    "drain": (_COMMANDS, "have all jobs leave a node by planned changes"),
+    "drill": (_COMMANDS, "do on purpose what a preemption would do, and say what it cost"),
     "queue": (_COMMANDS, "show the jobs that share the cluster"),
     "explain": (_COMMANDS, "say why a job waits or has so many pods"),
     "top": (_COMMANDS, "show what runs on the cluster, again and again"),

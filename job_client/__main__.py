@@ -20,6 +20,7 @@ from job_client.client_dir import ClientDir
 from job_client.config import KEEP_FOLDERS, ClientConfig
 from job_client.devices.gpus import find_inventory
 from job_client.errors import JobClientError, SetupError
+from job_client.preemption import check as check_notice
 from job_server.api.api_client import ApiClient, server_url
 from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token, token_in
 from job_server.api.errors import ConfigError
@@ -81,6 +82,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         grace_s=_grace(args.grace_s),
         stop_after_s=_stop_after(args.on_server_loss),
         keep_pods=args.keep_pods,
+        preemption_notice=args.preemption_notice,
         token=token,
         token_file=token_file,
     )
@@ -120,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         help="continue, or stop_after=SECONDS: stop the pods when the server is away so long",
     )
     add("--keep_pods", action="store_true", help="SIGTERM leaves the pods to the next client")
+    add(
+        "--preemption_notice",
+        metavar="COMMAND",
+        help="asked every 5 s: exit code 0 says that this machine is about to be taken away, so "
+        "its jobs go on elsewhere; docs/supervision.md has examples",
+    )
     add("--node_id", help="name of this node; default: the host's, with a suffix")
     add("--addr", help="address that other nodes reach this one by; default: found out")
     add("--token_file", help="file with the server's token; default: EDL_TOKEN_FILE, EDL_TOKEN")
@@ -218,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _configure_logging(config)
     try:
+        if config.preemption_notice is not None:
+            check_notice(config.preemption_notice)
         inventory = find_inventory(
             config.cpu_slots, config.visible_gpus, partial(is_ours, client_dir.marker)
         )

@@ -20,12 +20,14 @@ from job_client.errors import JobClientError, SetupError
 from job_client.pods import folders, pod_folder
 from job_client.pods.saving import SaveAttempt
 from job_client.pods.supervisor import PodContext, PodSupervisor
+from job_client.preemption import ENDING, SEEN, Departure, PreemptionNotice
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.server_link import Callbacks, NodeApi, NodeLink, find_job
 from job_client.wake_event import WakeEvent
 from job_server.api.command_line import keep_token
 from job_server.api.text import saving_text
 from job_server.api.wire import (
+    Acknowledgement,
     Node,
     NodeLoad,
     NodePlan,
@@ -95,6 +97,8 @@ class Agent:
         self._failure: JobClientError | None = None  # None: none
         self._usage: tuple[SlotUsage, ...] = ()
         self._link: NodeLink | None = None  # None: not connected yet
+        self._draining = ""  # why jobs are to leave this node; "": they may stay
+        self._leaving: Departure | None = None  # None: not asked to end
         token_file = config.token_file
         if token_file is None and config.token is not None:
             token_file = client_dir.log_dir / "token"
@@ -136,8 +140,14 @@ class Agent:
             self._make_api, callbacks, choose_ports=self._config.port_range is None
         )
         self._link.start()
-        while self._end is None and self._failure is None:
+        command = self._config.preemption_notice
+        notice = None if command is None else PreemptionNotice(command, lambda: self._drain(SEEN))
+        if notice is not None:
+            notice.start()
+        while self._failure is None and not self._is_over():
             self._wake.wait(self._reconcile())
+        if notice is not None:
+            notice.close()
         if self._failure is not None:
             self._link.close()
             raise self._failure
@@ -147,6 +157,25 @@ class Agent:
         """Ask the client to end; KILL has it end at once. Thread-safe."""
         self._end = how
         self._wake.set()
+
+    def _is_over(self) -> bool:
+        """Return whether the loop is to end. Jobs that can go on elsewhere leave first."""
+        if self._end is not EndMode.STOP:
+            return self._end is not None
+        if not self._pods:
+            return True
+        now = time.monotonic()
+        if self._leaving is None:
+            logger.info("asked to end: jobs that can go on elsewhere leave first")
+            self._leaving = Departure(now)
+            self._drain(ENDING)
+        grace_s = max(pod.local().grace_s for pod in self._pods.values())
+        return not self._leaving.goes_on(now, grace_s)
+
+    def _drain(self, why: str) -> None:
+        """Have the jobs leave this node. Thread-safe."""
+        self._draining = why
+        self._changed()
 
     # --- beginning
 
@@ -244,12 +273,17 @@ class Agent:
             pods=tuple(pod.state(table) for pod in pods),
             slots=usage,
             client=self._client,
+            draining=self._draining,
             foreign_cpu_milli=self._foreign.cpu_milli,
             foreign_memory_mb=self._foreign.memory_mb,
             load=self._load,
         )
 
-    def _note_reported(self, report: NodeReport) -> None:
+    def _note_reported(self, report: NodeReport, answer: Acknowledgement) -> None:
+        leaving = self._leaving
+        if leaving is not None and report.draining == ENDING:
+            leaving.moving, leaving.answered = answer.moving, True
+            self._wake.set()
         with self._lock:
             for state in report.pods:
                 pod = self._pods.get((state.job_id, state.pod_id))

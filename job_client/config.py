@@ -42,3 +42,4 @@ class ClientConfig:
     grace_s: float | None = None  # None: as each job says
     stop_after_s: float | None = None  # None: pods go on however long the server is away
     keep_pods: bool = False
+    preemption_notice: str | None = None  # for bash; None: nothing is asked

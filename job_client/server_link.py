@@ -15,7 +15,14 @@ from job_client import ports
 from job_client.errors import FatalError, JobClientError, SetupError
 from job_server.api.backoff import Backoff
 from job_server.api.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
-from job_server.api.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
+from job_server.api.wire import (
+    Acknowledgement,
+    JobKind,
+    JobStatus,
+    Node,
+    NodePlan,
+    NodeReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ class NodeApi(Protocol):
 
     def register_node(self, node: Node) -> NodePlan: ...
     def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan: ...
-    def node_report(self, report: NodeReport) -> str: ...
+    def node_report(self, report: NodeReport) -> Acknowledgement: ...
     def jobs(self) -> tuple[JobStatus, ...]: ...
 
 
@@ -93,7 +100,7 @@ class Callbacks:
     node: Callable[[], Node]  # what to register; asks the hardware
     plan: Callable[[NodePlan], None]
     report: Callable[[bool], NodeReport]  # True: with fresh figures
-    reported: Callable[[NodeReport], None]  # the server has it
+    reported: Callable[[NodeReport, Acknowledgement], None]  # the server has it
     contact: Callable[[float], None]  # monotonic time at which an answered request was sent
     fatal: Callable[[JobClientError], None]
 
@@ -152,13 +159,13 @@ class NodeLink:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                api.node_report(report)
+                answer = api.node_report(report)
             except Retryable as error:
                 trouble: JobServerError = error
             except JobServerError as error:
                 trouble, deadline = error, 0.0
             else:
-                self._do.reported(report)
+                self._do.reported(report, answer)
                 return True
             if time.monotonic() >= deadline:
                 logger.warning("the server does not know that this client ends: %s", trouble)
@@ -303,12 +310,13 @@ class NodeLink:
         report = self._do.report(fresh)
         sent_at = time.monotonic()
         try:
-            server_id = api.node_report(report)
+            answer = api.node_report(report)
         except NotFound:
             server_id = ""
-        if server_id:
+        else:
+            server_id = answer.server_id
             self._do.contact(sent_at)
-            self._do.reported(report)
+            self._do.reported(report, answer)
         if self._closing.is_set():
             return sent_at
         if server_id != plan.server_id:

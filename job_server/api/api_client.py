@@ -196,9 +196,16 @@ class ApiClient:
     def nodes(self) -> tuple[wire.NodeStatus, ...]:
         return self._call(routes.LIST_NODES).nodes
 
-    def limit_node(self, node_id: str, slots: int | None) -> wire.NodeStatus:
-        """Let shared jobs have at most so many slots of a node; None: all. NotFound: no such."""
-        return self._call(routes.NODE_LIMIT, node_id, body=wire.NodeLimit(slots=slots))
+    def limit_node(
+        self, node_id: str, slots: int | None, *, drain: bool = False
+    ) -> wire.NodeStatus:
+        """Let shared jobs have at most so many slots of a node; None: all. NotFound: no such.
+
+        Args:
+            drain: the pods of all jobs leave the node; `slots` is 0.
+        """
+        limit = wire.NodeLimit(slots=slots, drain=drain)
+        return self._call(routes.NODE_LIMIT, node_id, body=limit)
 
     def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:
         """Put a slot in quarantine, or take it back; Conflict: what is wrong lasts."""
@@ -216,9 +223,9 @@ class ApiClient:
         """Return the plan as soon as its revision is not `revision`; NotFound: register again."""
         return self._poll(routes.NODE_PLAN, node_id, revision=revision, timeout_s=timeout_s)
 
-    def node_report(self, report: wire.NodeReport) -> str:
-        """Send a heartbeat; return the server's id. NotFound: register again."""
-        return self._call(routes.NODE_REPORT, report.node_id, body=report).server_id
+    def node_report(self, report: wire.NodeReport) -> wire.Acknowledgement:
+        """Send a heartbeat; NotFound: register again."""
+        return self._call(routes.NODE_REPORT, report.node_id, body=report)
 
     # --- queues of tasks, for readers -----------------------------------------------------------
 

@@ -76,13 +76,15 @@ def slot_lines(known: NodeStatus, now: float) -> list[str]:
     usages = {usage.index: usage for usage in (report.slots if report is not None else ())}
     held = {each.slot: each for each in known.quarantines}
     lines = []
+    if known.draining:
+        lines.append(f"is drained: {known.draining}")
     if known.shortage:
         lines.append(f"no new pods: {known.shortage}")
     for slot in known.node.slots:
         name = f"slot {slot.index}"
         if slot.index in held:
             lines.append(f"{name} {_quarantine_text(held[slot.index], known.node.node_id, now)}")
-        elif not slot.usable and slot.reason != known.shortage:
+        elif not slot.usable and not slot.drained and slot.reason != known.shortage:
             lines.append(f"{name} is not usable: {slot.reason or 'no reason given'}")
         elif slot.index in usages:
             lines += [f"{name}: {text}" for text in _trouble(usages[slot.index])]

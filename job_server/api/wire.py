@@ -84,6 +84,7 @@ class Slot(Message, frozen=True, kw_only=True):
     reason: str = ""  # why it is not usable
     quarantine: str = ""  # by the server: why the pods on it leave, too; "": they may stay
     ends_trainers: bool = False  # ... at once: none can go on there
+    drained: bool = False  # ... as all pods leave the node; nothing is wrong with the slot
 
     def __post_init__(self) -> None:
         check_range("index", self.index, 0, 4095)
@@ -317,6 +318,7 @@ class NodeReport(Message, frozen=True, kw_only=True):
     pods: tuple[PodState, ...] = ()
     slots: tuple[SlotUsage, ...] = ()
     leaving: bool = False  # the client ends in an orderly way and has stopped its pods
+    draining: str = ""  # why its pods are to leave, while it waits for that; "": they may stay
     client: str = ""  # as in Node
     foreign_cpu_milli: Int | None = None  # that processes use which are no pods'; None: not known
     foreign_memory_mb: Int | None = None  # ... and of memory
@@ -1090,16 +1092,20 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     limit: Int | None = None  # of slots for shared jobs; None: all
     quarantines: tuple[Quarantine, ...] = ()  # that are in force
     shortage: str = ""  # of what it is short, so that it gets no new pods; "": of nothing
+    draining: str = ""  # why pods of all jobs leave it; "": they do not
 
 
 class NodeLimit(Message, frozen=True, kw_only=True):
     """How many slots of a node shared jobs may have together; None: all that are free."""
 
     slots: Int | None
+    drain: bool = False  # the pods of all jobs leave, shared or not; `slots` is 0
 
     def __post_init__(self) -> None:
         if self.slots is not None:
             check_range("slots", self.slots, 0, 4096)
+        if self.drain and self.slots != 0:
+            raise WireError(f"drain: a node that is drained has 0 slots, got slots={self.slots}")
 
 
 class SlotOrder(Message, frozen=True, kw_only=True):
@@ -1188,6 +1194,9 @@ class Acknowledgement(Message, frozen=True, kw_only=True):
     """A report has been received."""
 
     server_id: str  # changes when the server restarts: register or attach again
+    # To a node that drains: whether jobs are leaving it by planned changes. None: it does not, or
+    # the server is of the version before.
+    moving: bool | None = None
 
 
 class JobList(Message, frozen=True, kw_only=True):

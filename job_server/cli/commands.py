@@ -30,6 +30,7 @@ from job_server.api.text import (
 )
 from job_server.cli import queue, simulate_cluster, task_queues
 from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
+from job_server.cli.drill import drill_job, drill_node, wait_until_left
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
@@ -196,6 +197,25 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="S",
         help="until they have no more, at most S seconds; then the exit code is 1",
+    )
+    drain = verb("drain", _drain, "Have all jobs leave a node by planned changes.")
+    drain.add_argument("node", metavar="NODE")
+    drain.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="until they have left, at most S seconds; then the exit code is 1",
+    )
+    drill = verb("drill", _drill, "Do on purpose what a preemption would do; say what it cost.")
+    drill.add_argument(
+        "target",
+        metavar="NODE|JOB",
+        help="a node: its jobs leave, as after a notice, and may come back; a job: its last pod "
+        "is killed, as without one",
+    )
+    drill.add_argument(
+        "--wait", type=float, default=300.0, metavar="S", help="at most S seconds (300)"
     )
     verb("queue", _queue, "Show the jobs that share the cluster, in the order of the queue.")
     why = verb("explain", _explain, "Say why a job waits or has so many pods, and what comes next.")
@@ -466,6 +486,26 @@ def _order_slot(api: ApiClient, args: argparse.Namespace) -> None:
         return
     what = "is used again" if back else "is in quarantine: its pods leave, and none comes"
     print(f"{known.node.node_id}: slot {slot} {what}")
+
+
+def _drain(api: ApiClient, args: argparse.Namespace) -> None:
+    wire.check_range("--wait", args.wait, 0, 86400)
+    known = api.limit_node(args.node, 0, drain=True)
+    if args.wait:
+        wait_until_left(api, args.node, args.wait)
+    if args.json:
+        print(json.dumps(wire.encode(known), indent=2))
+        return
+    what = "no job has a pod there any more" if args.wait else "its jobs leave, and none comes"
+    print(f"{args.node}: {what}; `edl capacity {args.node} --slots all` ends that")
+
+
+def _drill(api: ApiClient, args: argparse.Namespace) -> None:
+    wire.check_range("--wait", args.wait, 1, 86400)
+    is_node = any(known.node.node_id == args.target for known in api.nodes())
+    drill = drill_node if is_node else drill_job
+    lines = drill(api, args.target, args.wait)
+    print(json.dumps(lines, indent=2) if args.json else "\n".join(lines))
 
 
 def _wait_until_free(api: ApiClient, node_id: str, slots: int, wait_s: float) -> None:

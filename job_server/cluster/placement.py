@@ -173,6 +173,12 @@ def slots_in_quarantine(cluster: Cluster, site: Site | PlanPod) -> dict[int, Slo
     return {slot.index: slot for slot in slots if slot.quarantine and slot.index in site.slots}
 
 
+def slots_to_leave(cluster: Cluster, site: Site) -> dict[int, Slot]:
+    """As `slots_in_quarantine`, without those that are sound: a pod may begin again on them."""
+    found = slots_in_quarantine(cluster, site)
+    return {index: slot for index, slot in found.items() if not slot.drained}
+
+
 def explain_shortage(
     spec: JobSpec, cluster: Cluster, now: float, *, wanted: int, placeable: int
 ) -> str:

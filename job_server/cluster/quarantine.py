@@ -81,12 +81,17 @@ def lasting(usage: SlotUsage | None) -> str:
     return next((each.text for each in faults if is_grave(each.name) and each.age_s == 0), "")
 
 
-def effective(node: Node, quarantines: Sequence[Quarantine], shortage: str = "") -> Node:
+def effective(
+    node: Node, quarantines: Sequence[Quarantine], *, shortage: str = "", draining: str = ""
+) -> Node:
     """Return a node as it is to be used: its slots in quarantine get no pods.
 
     Args:
         shortage: why none of its slots gets any; the pods that are there stay. "": it has enough.
+        draining: why the pods on all its slots leave; "": they do not.
     """
+    if draining:
+        node = replace(node, slots=tuple(_drained(slot, draining) for slot in node.slots))
     barred = {each.slot: each for each in quarantines if each.ended_at is None}
     if not barred and not shortage:
         return node
@@ -110,6 +115,11 @@ def recent_faults(usages: Sequence[SlotUsage], within_s: float) -> dict[int, str
     }
 
 
+def _drained(slot: Slot, why: str) -> Slot:
+    reason = f"its node is drained: {why}"
+    return replace(slot, usable=False, reason=reason, quarantine=why, drained=True)
+
+
 def _barred(slot: Slot, known: Quarantine) -> Slot:
     return replace(
         slot,
@@ -117,6 +127,7 @@ def _barred(slot: Slot, known: Quarantine) -> Slot:
         reason=f"in quarantine: {known.why}",
         quarantine=known.why,
         ends_trainers=known.name in _FATAL,
+        drained=False,
     )
 
 

@@ -149,6 +149,7 @@ class Engine:
                 logger.error("%s", unreadable_text(stored.job_id, str(error)))
                 continue
             self.add(job, forget=stored.forget, last_event=stored.last_event)
+        self.registry.drained.update(self.store.drains())
         for data in self.store.nodes():
             try:
                 node = wire.decode(wire.Node, data)
@@ -639,22 +640,31 @@ class Engine:
             entry.node_pods.pop(node_id, None)
         self.slots_moved = True
 
-    def limit_node(self, node_id: str, slots: int | None) -> wire.NodeStatus:
+    def limit_node(
+        self, node_id: str, slots: int | None, *, drain: bool = False
+    ) -> wire.NodeStatus:
         """Limit what shared jobs may have of a node; None: no more.
+
+        Args:
+            drain: the pods of all jobs leave it, and none comes.
 
         Raises:
             NotFound: it is not registered.
         """
         known = self.registry.get(node_id)
-        self.store.save_limit(node_id, slots)
+        self.store.save_limit(node_id, slots, drain=drain)
         self.share_wanted = True
+        if drain != known.drained:
+            self.registry.drain(node_id, drain)
+            self.slots_moved = True
         if slots is None:
             self.registry.limits.pop(node_id, None)
         else:
             self.registry.limits[node_id] = slots
         logger.info(
-            "node %s: shared jobs may have %s slots", node_id, "all" if slots is None else slots
-        )
+            "node %s: %s may have %s slots",
+            node_id, "all jobs" if drain else "shared jobs", "all" if slots is None else slots,
+        )  # fmt: skip
         self.converge()
         return self.registry.status(known, self.now())
 
@@ -722,6 +732,10 @@ class Engine:
             logger.warning("node %s: slot %d is in quarantine: %s", node_id, slot, held.why)
         elif held is not None:
             logger.info("node %s: slot %d is used again", node_id, slot)
+
+    def is_left(self, node_id: str) -> bool:
+        """Return whether a job is leaving a node by a planned change."""
+        return any(job_types.leaves(entry.job, node_id) for entry in self.jobs.values())
 
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""

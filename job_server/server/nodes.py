@@ -19,6 +19,7 @@ SMOOTHED_S = 10.0  # over which foreign load is averaged
 UNKNOWN_S = 60.0  # a load that was not reported for so long is not known any more
 LOAD_STEP = 0.05  # of a node's capacity: foreign load that differs by less is the same
 NODES_PER_S = 500  # whose heartbeats one server hears with half a core, beside their launchers'
+BY_OPERATOR = "an operator asked for it (`edl drain`)"
 RECENT_S = 60.0  # a fault of a slot may explain what happens there for so long
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
@@ -61,11 +62,23 @@ class KnownNode:
     memory: SmoothedLoad = field(default_factory=SmoothedLoad)
     quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
     gauges: dict[str, Gauge] = field(default_factory=dict)  # of memory and disk
+    drained: bool = False  # by an operator
 
     @property
     def effective(self) -> wire.Node:
         """The node as it is to be used."""
-        return effective(self.node, tuple(self.quarantines.values()), shortage(self.gauges))
+        return effective(
+            self.node,
+            tuple(self.quarantines.values()),
+            shortage=shortage(self.gauges),
+            draining=self.draining,
+        )
+
+    @property
+    def draining(self) -> str:
+        """Why the pods of all jobs leave the node; "": they do not."""
+        said = "" if self.report is None else self.report.draining
+        return said or (BY_OPERATOR if self.drained else "")
 
     def slot(self, index: int) -> wire.Slot:
         """Raise NotFound unless the node has it."""
@@ -99,6 +112,7 @@ class NodeRegistry:
         self.hearing = Hearing(heartbeat_s)
         self.nodes: dict[str, KnownNode] = {}
         self.limits: dict[str, int] = {}  # node -> slots for shared jobs, registered or not
+        self.drained: set[str] = set()  # nodes, by an operator; registered or not
         # node -> slot -> quarantine, in force or remembered; registered or not
         self.quarantines: dict[str, dict[int, wire.Quarantine]] = {}
         self._members = 0  # how often nodes have registered or left
@@ -119,6 +133,7 @@ class NodeRegistry:
         """Add a node, or enter that it has registered again."""
         self.nodes[known.node.node_id] = known
         known.quarantines = self.quarantines.setdefault(known.node.node_id, {})
+        known.drained = known.node.node_id in self.drained
         self._members += 1
 
     def remove(self, node_id: str) -> KnownNode:
@@ -137,6 +152,12 @@ class NodeRegistry:
             after = judge(before, slot, usage, now)
             if after != before:
                 yield usage.index, after
+
+    def drain(self, node_id: str, drained: bool) -> None:
+        """Enter that an operator has a registered node drained, or uses it again."""
+        (self.drained.add if drained else self.drained.discard)(node_id)
+        self.nodes[node_id].drained = drained
+        self._members += 1
 
     def enter_quarantine(self, node_id: str, slot: int, quarantine: wire.Quarantine | None) -> None:
         """Enter the quarantine of a slot; None: nothing is to be remembered."""
@@ -229,9 +250,12 @@ class NodeRegistry:
         known = self.get(node_id)
         if not _is_same_client(report.client, known.node.client):
             raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
+        drains = report.draining != ("" if known.report is None else known.report.draining)
+        self._members += drains
         changed = (
             not self.is_alive(known, now)
             or known.report is None
+            or drains
             or _strangers(known.report) != _strangers(report)
         )
         changed |= self._read_gauges(known, report, now)
@@ -270,6 +294,7 @@ class NodeRegistry:
             limit=self.limits.get(known.node.node_id),
             shortage=shortage(known.gauges),
             quarantines=tuple(q for q in known.quarantines.values() if q.ended_at is None),
+            draining=known.draining,
         )
 
 

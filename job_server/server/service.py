@@ -429,7 +429,8 @@ class JobService:
                 logger.info("node %s: leaves", node_id)
                 engine.remove_node(node_id)
             engine.converge()
-        return self._acknowledged()
+            moving = engine.is_left(node_id) if report.draining else None
+        return self._acknowledged(moving)
 
     def nodes(self) -> JsonReply:
         """Return all nodes' NodeStatus."""
@@ -442,7 +443,7 @@ class JobService:
             NotFound: the node is not registered.
         """
         with self.engine.lock:
-            return self.engine.limit_node(node_id, limit.slots)
+            return self.engine.limit_node(node_id, limit.slots, drain=limit.drain)
 
     def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:
         """Put a slot in quarantine, or take it back; return its node's NodeStatus.
@@ -470,8 +471,9 @@ class JobService:
         with self.engine.lock:
             return self.engine.registry.statuses(self.now())
 
-    def _acknowledged(self) -> JsonReply:
-        return JsonReply(body=to_json(wire.Acknowledgement(server_id=self.server_id)))
+    def _acknowledged(self, moving: bool | None = None) -> JsonReply:
+        known = wire.Acknowledgement(server_id=self.server_id, moving=moving)
+        return JsonReply(body=to_json(known))
 
 
 def _is_of(entry: JobEntry, pod: wire.PodState) -> bool:

@@ -36,6 +36,7 @@ CREATE TABLE events (
 # Later than the others: a server that does not know them leaves them alone.
 _LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS limits (node_id TEXT PRIMARY KEY, slots INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS drains (node_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS quarantines (
     node_id TEXT NOT NULL, slot INTEGER NOT NULL, data TEXT NOT NULL, PRIMARY KEY (node_id, slot)
 ) WITHOUT ROWID;
@@ -249,10 +250,21 @@ class Store:
         """Return node -> slots that shared jobs may have there, where that is limited."""
         return {str(node): int(slots) for node, slots in self._read("SELECT * FROM limits")}
 
-    def save_limit(self, node_id: str, slots: int | None) -> None:
-        """Limit what shared jobs may have of a node; None: no more."""
+    def drains(self) -> list[str]:
+        """Return the nodes that an operator has drained."""
+        return [str(node_id) for (node_id,) in self._read("SELECT node_id FROM drains")]
+
+    def save_limit(self, node_id: str, slots: int | None, *, drain: bool = False) -> None:
+        """Limit what shared jobs may have of a node; None: no more.
+
+        Args:
+            drain: no job may have anything of it.
+        """
         with self._writing(durable=True) as db:
             db.execute("DELETE FROM limits WHERE node_id = ?", (node_id,))
+            db.execute("DELETE FROM drains WHERE node_id = ?", (node_id,))
+            if drain:
+                db.execute("INSERT INTO drains (node_id) VALUES (?)", (node_id,))
             if slots is not None:
                 db.execute("INSERT INTO limits (node_id, slots) VALUES (?, ?)", (node_id, slots))
 

@@ -143,6 +143,11 @@ def running_pods(job: AnyJob) -> tuple[PlanPod, ...]:
     return views.running_pods(job)
 
 
+def leaves(job: AnyJob, node_id: str) -> bool:
+    """Return whether the job is leaving a node by a planned change; teachers need none."""
+    return isinstance(job, Job) and views.leaves(job, node_id)
+
+
 def short_of(job: AnyJob, now: float, cluster: Cluster) -> int:
     """Return for how many more pods a training needs a place; teachers take what is left."""
     return 0 if isinstance(job, TeacherJob) else shortage(job, now, cluster)

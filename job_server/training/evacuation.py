@@ -1,12 +1,13 @@
 """Have a training leave the slots that are in quarantine, and go on with the others. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from job_server.cluster.placement import slots_in_quarantine
+from job_server.cluster.placement import Site, slots_in_quarantine
 from job_server.jobs.work import Goal
 from job_server.training.allocation import find_sites, make_pods
 from job_server.training.changes import ask_again, choose_way, may_change
-from job_server.training.job import JobStage, StagePod
+from job_server.training.job import JobStage, StagePod, TrainingPod
 from job_server.training.moves import begin, dismiss_standby, fail_preparing, let_go, neutral
 from job_server.training.work import Work
 
@@ -15,7 +16,8 @@ def evacuate(work: Work) -> None:
     """Have the pods on slots in quarantine leave.
 
     They leave by a planned change, so no step is lost. Where no trainer can go on, or such a change
-    did not come about, the trainer is killed, and the others recover without its pod.
+    did not come about, the trainer is killed, and the others recover without its pod; a pod that
+    leaves only because its node is drained is not killed, it tries again.
     """
     if work.job.goal is not Goal.RUN or work.job.legacy:
         return
@@ -26,29 +28,42 @@ def evacuate(work: Work) -> None:
         return
     bad = _bad_members(work, stage)
     if not bad:
-        if job.evacuations or job.announced.quarantine:
-            work.set(evacuations=0, announced=replace(job.announced, quarantine=""))
+        if job.evacuations or job.announced.quarantine or job.moving:
+            announced = replace(job.announced, quarantine="")
+            work.set(evacuations=0, announced=announced, moving=())
         return
     if not job.elastic:
-        _announce(work, f"{_why(work, bad)}; its pod stays, as a change would start the job afresh")
+        _stay(work, f"{_why(work, bad)}; its pod stays, as a change would start the job afresh")
         return
-    if _kill(work, stage, bad) or job.spec.share or not may_change(job, work.now):
+    if _kill(work, stage, bad) or job.spec.share:
         return
-    stay = tuple(
-        pod
-        for pod in job.known_pods(stage.pod_ids)
-        if not slots_in_quarantine(work.cluster, pod.site)
-    )
+    leave = {member.pod.pod_id for member in bad}
+    stay = tuple(pod for pod in job.known_pods(stage.pod_ids) if pod.pod_id not in leave)
+    if job.preparing is not None and not job.preparing.standby and job.moving:
+        return  # they are on the move
     sites = find_sites(work, job.target - len(stay))
     if len(stay) + len(sites) < max(1, job.spec.min_pods):
-        _announce(work, f"{_why(work, bad)}; its pod stays, as there is no other place for it")
+        _stay(work, f"{_why(work, bad)}; its pod stays, as there is no other place for it")
         return
-    why = _why(work, bad)
+    bridge: tuple[TrainingPod, ...] = ()
+    if not _hands_on(stay, sites, job.known_pods(stage.pod_ids)):
+        bridge, sites = job.known_pods(stage.pod_ids[:1]), sites[: job.spec.max_pods - 1]
+        if not sites:
+            text = "its pod stays, as no other could take the state over beside it (max_pods is 1)"
+            _stay(work, f"{_why(work, bad)}; {text}")
+            return
+    moving, announced = tuple(sorted(leave)), replace(job.announced, quarantine="")
+    if (job.moving, job.announced) != (moving, announced):
+        work.set(moving=moving, announced=announced)
+    if not may_change(job, work.now) or (job.evacuations and work.now < job.growth.retry_at):
+        return
+    stay, why = (*bridge, *stay), _why(work, bad)
     stood_by = job.preparing is not None and job.preparing.standby
     dismiss_standby(work)
     new = make_pods(work, sites, len(stay))
     way = choose_way(work.job, work.cluster, stood_by=stood_by)
-    work.set(evacuations=job.evacuations + 1)
+    if not bridge:
+        work.set(evacuations=job.evacuations + 1)
     begin(work, (*stay, *new), way=way, reason=why, target=job.target)
 
 
@@ -73,14 +88,17 @@ def _change_preparing(work: Work) -> None:
     stage = work.job.preparing
     if stage is None:
         return
-    bad = _bad_members(work, stage)
+    bad = [
+        member
+        for member in _bad_members(work, stage)
+        if stage.standby or not _may_stay(work, member)
+    ]
     if not bad:
         return
     if stage.standby:
         dismiss_standby(work)
         return
-    cause = neutral(work, _why(work, bad))
-    active = work.job.active
+    cause, active = neutral(work, _why(work, bad)), work.job.active
     for member in bad:
         if active is None or active.member(member.pod.pod_id) is None:
             let_go(work, member.pod.pod_id)
@@ -101,13 +119,38 @@ def _bad_members(work: Work, stage: JobStage) -> list[StagePod]:
     ]
 
 
+def _may_stay(work: Work, member: StagePod) -> bool:
+    """Return whether a pod may be in one more stage: the change after that is for it.
+
+    It trains there, or recovers on a node that is drained: nobody else may hold the state.
+    """
+    slots = slots_in_quarantine(work.cluster, member.pod).values()
+    active, pod_id = work.job.active, member.pod.pod_id
+    if active is not None and active.over is None and active.member(pod_id) is not None:
+        return not any(slot.ends_trainers for slot in slots)
+    return pod_id in work.job.recovery_pods and all(slot.drained for slot in slots)
+
+
+def _hands_on(
+    stay: tuple[TrainingPod, ...], sites: Sequence[Site], now: Sequence[TrainingPod]
+) -> bool:
+    """Return whether a pod of the next stage finds the state on its own node.
+
+    Otherwise all of them would look for it on disk: one of those that leave stays for a stage, and
+    hands it on.
+    """
+    held = {pod.site.node_id for pod in now}
+    return bool(stay) or any(site.node_id in held for site in sites)
+
+
 def _kill(work: Work, stage: JobStage, bad: list[StagePod]) -> bool:
     """Kill the trainers that cannot go on; return whether there are any."""
     ranks = []
     for member in bad:
         slots = slots_in_quarantine(work.cluster, member.pod)
         for slot, rank in zip(member.pod.slots, member.pod.ranks, strict=True):
-            if slot in slots and (slots[slot].ends_trainers or work.job.evacuations):
+            found = slots.get(slot)
+            if found and not found.drained and (found.ends_trainers or work.job.evacuations):
                 ranks.append(rank)
     known = {rank for _, rank in stage.kill_ranks}
     for rank in ranks:
@@ -127,13 +170,22 @@ def _why(work: Work, bad: list[StagePod]) -> str:
     parts = []
     for member in bad:
         slots = slots_in_quarantine(work.cluster, member.pod)
+        drained = next((slot.quarantine for slot in slots.values() if slot.drained), "")
+        if drained:
+            text = f"node {member.pod.node_id} is drained: {drained}"
+            if text not in parts:
+                parts.append(text)
+            continue
         for slot in slots.values():
             where = f"slot {slot.index} of {member.pod.node_id}"
             parts.append(f"{where} is in quarantine: {slot.quarantine}")
     return "; ".join(parts)
 
 
-def _announce(work: Work, text: str) -> None:
+def _stay(work: Work, text: str) -> None:
+    """Enter why pods do not leave."""
+    if work.job.moving:
+        work.set(moving=())
     if work.job.announced.quarantine != text:
         work.set(announced=replace(work.job.announced, quarantine=text))
         work.note(f"warning: {text}", lasting=False)

@@ -432,6 +432,7 @@ class Job:
     share: Share = Share()
     error: FirstError | None = None  # of the last stage that failed; None: none did
     bad_slots: tuple[BadSlot, ...] = ()  # the newest, which the server puts in quarantine
+    moving: tuple[str, ...] = ()  # pods that leave their node by a planned change, as it is drained
     evacuations: int = 0  # changes away from slots in quarantine that did not come about, in a row
     avoided: tuple[Avoided, ...] = ()  # see `allocation.avoid`
     progress: JobProgress = JobProgress()

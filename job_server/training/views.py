@@ -181,6 +181,22 @@ def _order(job: Job, stage: JobStage) -> Order:
     return Order.RESUME if stage.resuming else Order.GO
 
 
+def leaves(job: Job, node_id: str) -> bool:
+    """Return whether the job is leaving a node by a planned change, which its client waits for."""
+    here = [pod for pod in job.pods if pod.site.node_id == node_id and not pod.released]
+    if not here or job.goal is Goal.YIELD:  # then its state is being written
+        return bool(here)
+    stage = job.active
+    if job.goal is not Goal.RUN or stage is None or not stage.committed or stage.over is not None:
+        return False
+    if any(not pod.usable for pod in here):  # it has left; its state is held until there is a newer
+        return True
+    if job.spec.share:
+        allotment = job.share.allotment
+        return allotment is not None and bool(allotment.pods) and node_id not in allotment.nodes
+    return any(pod.pod_id in job.moving for pod in here)
+
+
 def running_pods(job: Job) -> tuple[PlanPod, ...]:
     """Return the pods of the last committed stage in rank order, as original clients see them."""
     return () if job.state.ended else job.served

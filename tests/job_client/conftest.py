@@ -14,6 +14,7 @@ from job_client.config import ClientConfig
 from job_client.devices.gpus import CpuSlots
 from job_server.api.errors import NotFound, ServerAway
 from job_server.api.wire import (
+    Acknowledgement,
     DesiredState,
     JobStatus,
     Node,
@@ -42,6 +43,7 @@ class FakeServer:
         self.refuse_reports: Exception | None = None  # raised to whoever reports
         self.refusals_left: int | None = None  # None: for ever
         self.statuses: tuple[JobStatus, ...] = ()
+        self.moving: bool | None = None  # answered to a client that drains
 
     # what a client calls
 
@@ -63,12 +65,13 @@ class FakeServer:
             self._check(node_id)
             return self._plan()
 
-    def node_report(self, report: NodeReport) -> str:
+    def node_report(self, report: NodeReport) -> Acknowledgement:
         with self._changed:
             self._check(report.node_id)
             self._refuse(self.refuse_reports)
             self.reports.append(report)
-            return self._server_id
+            moving = self.moving if report.draining else None
+            return Acknowledgement(server_id=self._server_id, moving=moving)
 
     def jobs(self) -> tuple[JobStatus, ...]:
         with self._changed:

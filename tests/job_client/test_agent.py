@@ -318,6 +318,51 @@ def test_an_orderly_end_stops_the_pods_and_says_goodbye(start_client, server, tm
     wait_until(lambda: marked(tmp_path) == [])
 
 
+def test_a_client_that_is_ended_waits_while_its_job_leaves_by_a_planned_change(
+    start_client, server
+):
+    client = start_client()
+    server.want_until(PodPhase.RUNNING, pod(grace_s=60.0))
+    server.moving = True
+    client.agent.end(EndMode.STOP)
+    wait_until(lambda: server.reports[-1].draining)
+    said = len(server.reports)
+    wait_until(lambda: len(server.reports) > said + 3)
+    assert server.state("pod_0_0").phase is PodPhase.RUNNING
+    server.want()  # the job has gone on elsewhere
+    client.join()
+    assert client.result == 0
+    assert server.reports[-1].leaving
+
+
+@pytest.mark.parametrize(
+    ("moving", "grace_s"),
+    [
+        pytest.param(False, 60.0, id="the job has no other place"),
+        pytest.param(None, 60.0, id="the server is of the version before"),
+        pytest.param(True, 1.0, id="the grace is over"),
+    ],
+)
+def test_a_client_whose_job_cannot_leave_stops_it_as_ever(start_client, server, moving, grace_s):
+    client = start_client()
+    server.want_until(PodPhase.RUNNING, pod(grace_s=grace_s))
+    server.moving = moving
+    client.end()
+    assert [p.phase for p in server.reports[-1].pods] == [PodPhase.EXITED]
+
+
+def test_a_notice_of_preemption_is_reported_and_the_pods_stay_until_the_plan_says_so(
+    start_client, server, tmp_path
+):
+    notice = tmp_path / "notice"
+    start_client(preemption_notice=f"test -e {notice}")
+    server.want_until(PodPhase.RUNNING, pod())
+    assert not server.reports[-1].draining
+    notice.touch()
+    wait_until(lambda: "taken away" in server.reports[-1].draining, timeout_s=30)
+    assert server.wait_phase("pod_0_0", PodPhase.RUNNING)
+
+
 def test_a_pod_id_may_be_used_again_after_its_pod_was_released(start_client, server, tmp_path):
     start_client("echo hello")
     server.want_until(PodPhase.EXITED, pod())

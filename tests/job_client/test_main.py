@@ -46,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path.endswith("/report"):
             report = decode(NodeReport, body)
-            self._answer(lambda: {"server_id": self.fake.node_report(report)})
+            self._answer(lambda: encode(self.fake.node_report(report)))
         else:
             node = decode(Node, body)
             self._answer(lambda: encode(self.fake.register_node(node)))

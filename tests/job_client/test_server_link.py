@@ -109,7 +109,7 @@ def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behin
         node=lambda: node,
         plan=lambda plan: None,
         report=lambda fresh: NodeReport(node_id="a", pods=()),
-        reported=lambda report: None,
+        reported=lambda _report, _answer: None,
         contact=lambda sent_at: None,
         fatal=lambda error: None,
     )

@@ -82,7 +82,7 @@ def test_a_node_and_a_pod_through_the_client(api):
     server_id = api.health().server_id
     assert plan.server_id == server_id
     assert api.node_plan("node-a", plan.revision - 1, 10).pods == plan.pods
-    assert api.node_report(wire.NodeReport(node_id="node-a")) == server_id
+    assert api.node_report(wire.NodeReport(node_id="node-a")).server_id == server_id
     attach = wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)
     orders = api.attach("digits", "pod_0_0", attach)
     assert orders.server_id == server_id

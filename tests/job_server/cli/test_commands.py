@@ -164,6 +164,26 @@ def test_capacity_keeps_slots_of_a_node_from_shared_jobs(server, run):
     assert "expected a number or all, got 'few'" in run("capacity", "web", "--slots", "few")[1]
 
 
+def test_a_drained_node_says_so_until_capacity_gives_it_back(server, run):
+    api = server.api()
+    api.register_node(cpu_node("gone", job_id=None, folders=("none",), addr="10.1.1.3"))
+    code, out = run("drain", "gone", "--wait", "5")
+    assert (code, out) == (
+        0, "gone: no job has a pod there any more; `edl capacity gone --slots all` ends that\n",
+    )  # fmt: skip
+    shown = [line for line in run("nodes")[1].splitlines() if line.startswith("gone")]
+    assert "0 of 2" in shown[0]
+    assert shown[1:] == ["gone: is drained: an operator asked for it (`edl drain`)"]
+    run("capacity", "gone", "--slots", "all")
+    assert not [line for line in run("nodes")[1].splitlines() if line.startswith("gone: ")]
+    assert run("drain", "nowhere")[0] == 1
+    assert run("drill", "gone") == (
+        0, "no job has a pod on gone: it would cost nothing\n",
+    )  # fmt: skip
+    assert api.nodes()[-1].draining == ""
+    assert run("drill", "nowhere")[0] == 1
+
+
 def test_capacity_puts_a_slot_in_quarantine_and_takes_it_back(server, run):
     server.api().register_node(cpu_node("sick", job_id=None, folders=("none",), addr="10.1.1.2"))
     code, out = run("capacity", "sick", "--quarantine", "1")

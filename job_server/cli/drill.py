@@ -1,0 +1,134 @@
+"""Have jobs leave a node, and do on purpose what a preemption would do."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.text import counted, duration
+from job_server.api.wire import JobKind, JobState, JobStatus, Way
+
+LOOK_S = 0.2
+
+
+def wait_until_left(api: ApiClient, node_id: str, wait_s: float) -> None:
+    """Wait until no job has a pod on a node.
+
+    Raises:
+        JobServerError: one has still; names it and why.
+    """
+    deadline = time.monotonic() + wait_s
+    while here := _jobs_on(api, node_id):
+        stuck = [text for job in here for text in [why_it_stays(job, node_id)] if text]
+        late = time.monotonic() >= deadline
+        if late or len(stuck) == len(here):
+            names = ", ".join(job.job_id for job in here)
+            why = "; ".join(stuck) or f"not within {wait_s:g} s"
+            raise JobServerError(
+                f"{node_id}: {names} {'is' if len(here) == 1 else 'are'} still there: {why}; "
+                f"`edl capacity {node_id} --slots all` lets jobs use the node again"
+            )
+        time.sleep(LOOK_S)
+
+
+def why_it_stays(job: JobStatus, node_id: str) -> str:
+    """Return why a job does not leave a node that is drained; "": it does."""
+    marks = f"node {node_id} is drained"
+    found = next((text for text in job.warnings if text.startswith(marks)), "")
+    return found.rpartition("; ")[2]
+
+
+def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
+    """Have all jobs leave a node, as before a preemption that is announced; return what it cost.
+
+    The node is used again afterwards.
+
+    Raises:
+        JobServerError: a job cannot leave, or does not in time.
+    """
+    before = _jobs_on(api, node_id)
+    limit = next((each.limit for each in api.nodes() if each.node.node_id == node_id), None)
+    api.limit_node(node_id, 0, drain=True)
+    try:
+        wait_until_left(api, node_id, wait_s)
+        after = [_settled(api, job, wait_s, lambda job: True) for job in before]
+    finally:
+        api.limit_node(node_id, limit)
+    if not before:
+        return [f"no job has a pod on {node_id}: it would cost nothing"]
+    return [f"{job.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
+
+
+def drill_job(api: ApiClient, job_id: str, wait_s: float) -> list[str]:
+    """Kill a job's last pod, as a preemption does that nothing announces; return what it cost.
+
+    Raises:
+        JobServerError: it does not train, or does not train again in time.
+    """
+    before = api.status(job_id)
+    pods = [pod for pod in before.pods if pod.phase == "running"]
+    if before.state is not JobState.RUNNING or not pods or before.spec.kind is JobKind.TEACHER:
+        raise JobServerError(
+            f"{job_id} is {before.state.value}: only a training that runs can lose a pod"
+        )
+    lost = pods[-1].pod_id
+    api.kill(job_id, pod_id=lost)
+    after = _settled(api, before, wait_s, lambda job: job.stage > before.stage)
+    return [f"{job_id} without {lost}: {cost(before, after)}"]
+
+
+def cost(before: JobStatus, after: JobStatus) -> str:
+    """Return in words what happened to a job between two looks cost it, beside what was usual."""
+    known = {record.stage for record in before.stages if record.committed_at is not None}
+    made = [r for r in after.stages if r.stage not in known and r.committed_at is not None]
+    pauses = [record.pause_s for record in made if record.pause_s is not None]
+    redone = after.redone_steps - before.redone_steps
+    if after.state.ended:
+        return f"it has ended meanwhile ({after.state.value})"
+    if not made:
+        return "it goes on as it was"
+    text = f"{counted(redone, 'step')} redone, "
+    text += f"{duration(sum(pauses))} of pause" if pauses else "its pause is not known"
+    starts = any(record.way is Way.START for record in made)
+    usual = [
+        record.pause_s
+        for record in before.stages[1:]
+        if record.pause_s is not None and (record.way is Way.START) == starts
+    ]
+    kind = "recovery" if starts else "planned change"
+    if not usual:
+        return f"{text}, by {kind}; this was its first, so nothing could be predicted"
+    mean_s = sum(usual) / len(usual)
+    return f"{text}, by {kind}; the {len(usual)} before it took {duration(mean_s)} on average"
+
+
+def _jobs_on(api: ApiClient, node_id: str) -> list[JobStatus]:
+    return [
+        job
+        for job in api.jobs()
+        if not job.state.ended and any(pod.node_id == node_id for pod in job.pods)
+    ]
+
+
+def _settled(
+    api: ApiClient, before: JobStatus, wait_s: float, done: Callable[[JobStatus], bool]
+) -> JobStatus:
+    """Return a job's status once it trains as `done` says, or has ended."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        job = api.status(before.job_id)
+        if job.state.ended or (done(job) and _trains(job)):
+            return job
+        if time.monotonic() >= deadline:
+            raise JobServerError(
+                f"{job.job_id}: it does not train again within {wait_s:g} s: {job.state.value}, "
+                f"{job.reason}"
+            )
+        time.sleep(LOOK_S)
+
+
+def _trains(job: JobStatus) -> bool:
+    if job.spec.kind is JobKind.TEACHER:
+        return job.state is JobState.RUNNING
+    made: Sequence[object] = [r for r in job.stages if r.ended_at is None and r.first_step_at]
+    return job.state is JobState.RUNNING and bool(made)

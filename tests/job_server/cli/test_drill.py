@@ -1,0 +1,53 @@
+"""What a drill has cost, in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from job_server.api.wire import JobSpec, JobState, JobStatus, StageRecord, Way
+from job_server.cli.drill import cost, why_it_stays
+from job_server.training.machine import new_job
+from job_server.training.views import job_status
+
+
+def record(stage: int, way: Way = Way.REPLACE, pause_s: float | None = None) -> StageRecord:
+    return StageRecord(
+        stage=stage, flag=0, way=way, pods=2, trainers=2, reason="", committed_at=100.0 * stage,
+        pause_s=pause_s,
+    )  # fmt: skip
+
+
+def status(*records: StageRecord, redone: int = 0) -> JobStatus:
+    made = job_status(new_job(JobSpec(job_id="job", max_pods=2), 1000.0), 1000.0, 1)
+    return replace(made, state=JobState.RUNNING, stages=records, redone_steps=redone)
+
+
+FIRST = record(1, Way.START)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        pytest.param(
+            status(FIRST), status(FIRST, record(2, pause_s=0.5), record(3, pause_s=1.5)),
+            "no step redone, 2.0 s of pause, by planned change; this was its first, so nothing "
+            "could be predicted", id="two changes: one pod handed the state on",
+        ),
+        pytest.param(
+            status(FIRST, record(2, Way.START, 4.0), redone=3),
+            status(FIRST, record(2, Way.START, 4.0), record(3, Way.START, 6.0), redone=4),
+            "1 step redone, 6.0 s of pause, by recovery; the 1 before it took 4.0 s on average",
+            id="a recovery",
+        ),
+        pytest.param(status(FIRST), status(FIRST), "it goes on as it was", id="nothing"),
+    ],
+)  # fmt: skip
+def test_a_drill_says_what_it_cost_beside_what_was_usual(before, after, text):
+    assert cost(before, after) == text
+
+
+def test_why_a_job_does_not_leave_a_drained_node_is_its_warning_s_last_part():
+    text = "node a is drained: an operator asked for it; its pod stays, as there is no other place"
+    job = replace(status(FIRST), warnings=("something else", text))
+    assert why_it_stays(job, "a") == "its pod stays, as there is no other place"
+    assert why_it_stays(job, "b") == ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from job_server.api.failure_policy import FailureRule, read_rules
 from job_server.api.wire import JobSpec, WireError
 
 Object = Mapping[str, Any]
@@ -42,6 +43,7 @@ class TrainingJobSpec:
     has_gpus: bool = False
     suspend: bool = False
     restart_limit: int = 20
+    failure_policy: tuple[FailureRule, ...] = ()  # they come before those of EDL
     active_deadline_s: float | None = None  # None: it may run for ever
     ttl_s: float | None = None  # None: it stays when it has ended
     clean_pods: bool = True  # after the end
@@ -77,6 +79,7 @@ class TrainingJobSpec:
             policy=self.policy,
             prepare_timeout_s=self.prepare_timeout_s,
             max_failures=self.restart_limit,
+            failure_policy=self.failure_policy,
             share=True,
         )
 
@@ -120,6 +123,7 @@ def parse(body: Object) -> TrainingJobSpec:
         has_gpus=gpus > 0,
         suspend=_get(raw, "suspend", bool, False),
         restart_limit=_int(raw, "restartLimit", 20, 0, 1_000_000),
+        failure_policy=_failure_policy(raw),
         active_deadline_s=_seconds(raw, "activeDeadlineSeconds", 1),
         ttl_s=_seconds(raw, "ttlSecondsAfterFinished", 0),
         clean_pods=clean == "All",
@@ -226,6 +230,13 @@ def _int(raw: Object, name: str, default: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise SpecError(f"spec.{name}: must be between {low} and {high}, got {value}")
     return value
+
+
+def _failure_policy(raw: Object) -> tuple[FailureRule, ...]:
+    try:
+        return read_rules(_get(raw, "failurePolicy", list, []))
+    except WireError as error:
+        raise SpecError(f"spec.failurePolicy: {error}") from None
 
 
 def _seconds(raw: Object, name: str, low: int) -> float | None:

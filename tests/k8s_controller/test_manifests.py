@@ -158,6 +158,7 @@ def test_a_name_from_which_no_names_of_pods_can_follow_is_refused(name):
         ({"server": {"image": "other"}}, False), ({"standby": 1}, False), ({"spares": 2}, False),
         ({"overlap": "off"}, False), ({"policy": "linear"}, False), ({"restartLimit": 1}, False),
         ({"prepareTimeoutSeconds": 5}, False),
+        ({"failurePolicy": [{"exit_code": [3], "then": "fail"}]}, False),
     ],
 )  # fmt: skip
 def test_what_may_change_while_it_trains_is_said_by_the_definition(change, is_allowed):

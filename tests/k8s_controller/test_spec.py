@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from job_server.api.failure_policy import FailureRule, Then
 from k8s_controller.spec import SpecError, parse
 from tests.k8s_controller.jobs import parsed, training_job
 
@@ -34,6 +35,7 @@ def test_numbers_of_pods_follow_from_those_that_are_given(fields: dict[str, Any]
         ({"overlap": "maybe"}, "spec.overlap"),
         ({"standby": 1, "overlap": "off"}, "standby"),
         ({"cleanPodPolicy": "Some"}, "spec.cleanPodPolicy"),
+        ({"failurePolicy": [{"exit_code": [300], "then": "fail"}]}, "spec.failurePolicy: rule 1"),
         ({"server": {"storage": {}}}, "spec.server.storage.size"),
         ({"template": {"spec": {}}}, "spec.template.spec"),
         ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers"),
@@ -69,6 +71,13 @@ def test_a_pod_has_a_trainer_for_each_of_its_gpus():
     job["spec"]["slotsPerPod"] = 2
     with pytest.raises(SpecError, match="slotsPerPod"):
         parse(job)
+
+
+def test_the_rules_about_failures_are_those_of_the_job_server():
+    spec = parsed(failurePolicy=[{"exit_code": [3, 4], "then": "fail"}])
+    assert spec.job_spec("digits").failure_policy == (
+        FailureRule(then=Then.FAIL, exit_code=(3, 4)),
+    )
 
 
 def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused():

@@ -33,6 +33,7 @@ MAX_AFTER = 100  # jobs that one job waits for
 MAX_ARGS, MAX_ARG_CHARS = 200, 1000  # of a job's script
 TRAIN_LOSS = "train_loss"  # the metric that trainers report by themselves
 HANG_POLICIES = ("say", "restart", "fail")
+STRAGGLER_POLICIES = ("say", "evict")
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
 MAX_STAGE = 10**12  # later stages must still fit into 16 digits, as all integers in our JSON
@@ -712,6 +713,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     max_run_time_s: float | None = None  # of running, not waiting; then it is stopped; None: any
     hang_policy: str = "restart"  # say, restart or fail, at ten times a limit of `hang_limits`
     hang_limits: HangLimits = HangLimits()
+    straggler_policy: str = "say"  # or evict: its pod moves to a free slot elsewhere
     failure_policy: tuple[FailureRule, ...] = ()  # they come before those of EDL
 
     def __post_init__(self) -> None:
@@ -759,6 +761,16 @@ class JobSpec(Message, frozen=True, kw_only=True):
             raise WireError(
                 f"hang_policy: expected {', '.join(HANG_POLICIES)}, got {self.hang_policy!r}"
             )
+        if self.straggler_policy not in STRAGGLER_POLICIES:
+            raise WireError(
+                f"straggler_policy: expected {', '.join(STRAGGLER_POLICIES)}, got "
+                f"{self.straggler_policy!r}"
+            )
+        if self.straggler_policy == "evict" and self.share:
+            raise WireError(
+                "straggler_policy: evict: where the pods of a shared job are is the server's "
+                "choice; leave one of the two out"
+            )
         if self.policy not in ("fixed_global", "linear"):
             raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
 
@@ -792,6 +804,7 @@ _TRAINING_ONLY = {  # field -> its default
     "share": False,
     "hang_policy": "restart",
     "hang_limits": HangLimits(),
+    "straggler_policy": "say",
     "failure_policy": (),
 }
 _SHARED_ONLY = {  # field -> its default

@@ -8,7 +8,14 @@ from job_server.api.amounts import argument, cores, hang_limits, megabytes, seco
 from job_server.api.codec import WireError, decode, encode
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
-from job_server.api.wire import HANG_POLICIES, USUAL_SPARES, JobKind, JobSpec, ScriptKind
+from job_server.api.wire import (
+    HANG_POLICIES,
+    STRAGGLER_POLICIES,
+    USUAL_SPARES,
+    JobKind,
+    JobSpec,
+    ScriptKind,
+)
 from job_server.cli.job_file import read_job_file
 from job_server.server.config import read_script_file
 
@@ -125,6 +132,12 @@ def add_hang_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=TIME,...",
         help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
         "evaluation=30min, saving=30min",
+    )
+    add(
+        "--straggler_policy",
+        choices=STRAGGLER_POLICIES,
+        help="about a rank that computes twice as long as the median: say it (default), or evict "
+        "its pod to a free slot elsewhere",
     )
 
 

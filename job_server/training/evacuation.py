@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from job_server.cluster.placement import Site, slots_in_quarantine
 from job_server.jobs.work import Goal
-from job_server.training.allocation import find_sites, make_pods
+from job_server.training.accounting import is_live
+from job_server.training.allocation import avoid, avoided_slots, find_sites, make_pods
 from job_server.training.changes import ask_again, choose_way, may_change
 from job_server.training.job import JobStage, StagePod, TrainingPod
 from job_server.training.moves import begin, dismiss_standby, fail_preparing, let_go, neutral
@@ -57,13 +58,51 @@ def evacuate(work: Work) -> None:
         work.set(moving=moving, announced=announced)
     if not may_change(job, work.now) or (job.evacuations and work.now < job.growth.retry_at):
         return
-    stay, why = (*bridge, *stay), _why(work, bad)
+    if not bridge:
+        work.set(evacuations=job.evacuations + 1)
+    _move(work, (*bridge, *stay), sites, _why(work, bad))
+
+
+def evict_straggler(work: Work) -> None:
+    """Have a pod that makes the others wait move to a slot that is free, if the job wants that.
+
+    A rank that straggles on its new slot, too, is not moved again: the slot was not the cause.
+    """
+    job, stage = work.job, work.job.active
+    slow = [each for each in job.progress.stragglers if is_live(job, each)]
+    if job.spec.straggler_policy != "evict" or not slow or stage is None or not job.elastic:
+        return
+    if not may_change(job, work.now) or work.now < job.growth.retry_at:
+        return
+    for each in slow:
+        why = f"rank {each.rank} straggled"
+        member = next((m for m in stage.members if each.rank in m.pod.ranks), None)
+        if member is None or any(a.why == why and work.now < a.until for a in job.avoided):
+            continue
+        pods = job.known_pods(stage.pod_ids)
+        stay = tuple(pod for pod in pods if pod.pod_id != member.pod.pod_id)
+        avoided = avoided_slots(work)
+        sites = [
+            site
+            for site in find_sites(work, job.target - len(stay))
+            if avoided.get(site.node_id, frozenset()).isdisjoint(site.slots)
+        ]
+        if not sites or not _hands_on(stay, sites, pods):
+            continue  # no slot is free: what the others lose by it is said, and goes on
+        slot = member.pod.slots[member.pod.ranks.index(each.rank)]
+        avoid(work, member.pod.node_id, (slot,), why)
+        place = f"slot {slot} of {member.pod.node_id}"
+        _move(work, stay, sites, f"{member.pod.pod_id} leaves {place}: {why}")
+        return
+
+
+def _move(work: Work, stay: Sequence[TrainingPod], sites: Sequence[Site], why: str) -> None:
+    """Begin the change by which pods leave their slots for others."""
+    job = work.job
     stood_by = job.preparing is not None and job.preparing.standby
     dismiss_standby(work)
     new = make_pods(work, sites, len(stay))
     way = choose_way(work.job, work.cluster, stood_by=stood_by)
-    if not bridge:
-        work.set(evacuations=job.evacuations + 1)
     begin(work, (*stay, *new), way=way, reason=why, target=job.target)
 
 

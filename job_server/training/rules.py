@@ -40,7 +40,7 @@ from job_server.training.changes import (
     store_script_clock,
     take_next,
 )
-from job_server.training.evacuation import evacuate, warn_of_shortage
+from job_server.training.evacuation import evacuate, evict_straggler, warn_of_shortage
 from job_server.training.fencing import count_fenced, fenced_at, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
@@ -577,6 +577,7 @@ RULES: tuple[Callable[[Work], None], ...] = (
     release_superseded,
     _forget_released,
     _change,
+    evict_straggler,
     _stand_by,
     warn_plain,
     warn_of_shortage,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.api.wire import RankPace, ReportKind
+from job_server.api.wire import JobSpec, RankPace, ReportKind, WireError
 from job_server.training.pace import is_slow, lost
 from tests.job_server.world import World, tell, trains, world
 
@@ -86,3 +86,66 @@ def test_a_job_shows_what_each_trainer_uses_once_its_stage_has_told_it():
     assert [pod.cpu_percent for pod in made.status.pods] == [(90.0,), (90.0,)]
     report(made, pace(0))  # of the version before
     assert [pod.memory_mb for pod in made.status.pods] == [(), (701,)]
+
+
+def where(made: World) -> set[tuple[str, int]]:
+    assert made.job.active is not None
+    return {(m.pod.node_id, s) for m in made.job.active.members for s in m.pod.slots}
+
+
+def tell_paces(made: World, slow: int) -> None:
+    """Each launcher of the active stage reports its rank's window."""
+    stage, step = made.active, made.job.progress.step
+    for member in stage.members:
+        (rank,) = member.pod.ranks
+        each = pace(rank, computing=20.0 if rank == slow else 6.0)
+        pod_id, number = member.pod.pod_id, stage.stage
+        tell(made, pod_id, ReportKind.PROGRESS, number, step=step, paces=(each,))
+
+
+def three() -> World:
+    made = trains(world(nodes=2, pods=3, total_steps=4000, straggler_policy="evict"))
+    assert where(made) == {("a", 0), ("a", 1), ("b", 0)}
+    return made
+
+
+def test_a_straggler_is_evicted_to_a_free_slot_by_a_planned_change_if_the_job_wants_that():
+    made = three()
+    tell_paces(made, slow=0)
+    made.rounds(40)
+    assert where(made) == {("a", 1), ("b", 0), ("b", 1)}
+    assert made.job.lineage.redone_steps == made.job.resizes == 0
+    assert any("leaves slot 0 of a: rank 0 straggled" in reason for reason in made.reasons)
+    tell_paces(made, slow=0)  # whoever is rank 0 is slow: it is not the slot
+    made.rounds(40)
+    assert where(made) == {("a", 1), ("b", 0), ("b", 1)}
+    assert made.job.lineage.redone_steps == 0
+
+
+def test_a_slot_that_a_straggler_left_is_not_where_the_next_one_goes():
+    made = three()
+    tell_paces(made, slow=0)
+    made.rounds(40)
+    tell_paces(made, slow=1)
+    made.rounds(40)
+    assert where(made) == {("a", 1), ("b", 0), ("b", 1)}
+
+
+def test_without_a_free_slot_or_the_policy_a_straggler_stays():
+    full = trains(
+        world(nodes=1, slots=3, pods=3, total_steps=4000, min_pods=2, straggler_policy="evict")
+    )
+    only_said = trains(world(nodes=2, pods=3, total_steps=4000))
+    for made in (full, only_said):
+        before = where(made)
+        tell_paces(made, slow=0)
+        made.rounds(40)
+        assert where(made) == before
+        assert made.job.active is not None
+        assert made.job.active.stage == 1
+        assert "straggles" in made.status.warnings[0]
+
+
+def test_a_shared_job_cannot_ask_for_evictions():
+    with pytest.raises(WireError, match="straggler_policy: evict: where the pods"):
+        JobSpec(job_id="job", max_pods=2, share=True, straggler_policy="evict")

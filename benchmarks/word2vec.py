@@ -5,8 +5,8 @@
 For each seed `word2vec/train_local.py`, and `word2vec/train.py` as a job of a real server: once
 with its own data, where each n-gram counts once in a pass, and once by the task queue. Both jobs
 are resized twice, and a trainer of theirs is killed twice (SIGKILL), at the same steps. Printed are
-the error rates on the same tenth of the text, side by side, and the neighbours of some words. The
-exit code says whether, in each pass, each form's mean is within a point of the local one's.
+error rates and costs on the same tenth of the text, side by side, and the neighbours of some words.
+The exit code says whether, in each pass, each form's mean error rate is within a point of local's.
 """
 
 import argparse
@@ -34,7 +34,9 @@ PODS = 3
 # part of the training that is over -> what is done to it then; a kill is of a rank
 DONE = ((0.2, "resize", 1), (0.4, "kill", 0), (0.5, "resize", 3), (0.8, "kill", 1))
 ALLOWED_POINTS = 1.0
-_TESTED = re.compile(r"Pass (\d+), Testing metrics \{'classification_error_evaluator': ([0-9.]+)")
+_TESTED = re.compile(
+    r"Pass \d+, Testing metrics \{'classification_error_evaluator': ([0-9.]+)\}, cost ([0-9.]+)"
+)
 _NEIGHBOURS = re.compile(r"\w+: \w+ [0-9.]+, ")
 _LOOK_S = 0.2
 
@@ -44,6 +46,7 @@ class Curve:
     form: str
     seed: int
     errors: list[float]  # of each pass, 0 to 1
+    costs: list[float]
     neighbours: list[str]
     wall_s: float
     said: str  # of what happened to it
@@ -51,8 +54,8 @@ class Curve:
 
 def words(args: argparse.Namespace, seed: int, output: Path) -> list[str]:
     return [
-        *data_words(args), "--passes", str(args.passes), "--seed", str(seed),
-        "--output", str(output),
+        *data_words(args), "--passes", str(args.passes), "--batch_size", str(args.batch_size),
+        "--lr", str(args.lr), "--seed", str(seed), "--output", str(output),
     ]  # fmt: skip
 
 
@@ -65,9 +68,11 @@ def train_local(args: argparse.Namespace, seed: int, folder: Path) -> Curve:
     began = time.monotonic()
     command = [sys.executable, str(SCRIPTS / "train_local.py"), *words(args, seed, folder)]
     text = _output_of(command, folder)
+    tested = _TESTED.findall(text)
     return Curve(
-        form="local", seed=seed, errors=[float(rate) for _, rate in _TESTED.findall(text)],
-        neighbours=neighbours(text), wall_s=time.monotonic() - began, said="one process",
+        form="local", seed=seed, errors=[float(rate) for rate, _ in tested],
+        costs=[float(cost) for _, cost in tested], neighbours=neighbours(text),
+        wall_s=time.monotonic() - began, said="one process",
     )  # fmt: skip
 
 
@@ -91,7 +96,7 @@ def train_job(args: argparse.Namespace, form: str, seed: int, folder: Path) -> C
                 job_id="words", folder="words", max_pods=PODS, pods=2, spares=1, args=tuple(told)
             )
         )
-        errors, status = follow(cluster, args.passes)
+        tested, status = follow(cluster, args.passes)
         kills = sum(what == "kill" for _, what, _ in DONE)
         said = f"{status.resizes} resizes, {kills} trainers killed, {len(status.stages)} stages"
         said += f", {status.redone_steps} steps redone"
@@ -104,20 +109,21 @@ def train_job(args: argparse.Namespace, form: str, seed: int, folder: Path) -> C
     logs = sorted(folder.glob("log/**/*.log"), key=lambda log: log.stat().st_mtime)
     text = "\n".join(log.read_text() for log in logs)
     return Curve(
-        form=form, seed=seed, errors=errors, neighbours=neighbours(text),
+        form=form, seed=seed, errors=[rate for rate, _ in tested],
+        costs=[cost for _, cost in tested], neighbours=neighbours(text),
         wall_s=time.monotonic() - began, said=said,
     )  # fmt: skip
 
 
-def follow(cluster: SharedCluster, passes: int) -> tuple[list[float], JobStatus]:
-    """Do what is to be done to the job, and return its error rates and last status."""
-    found: dict[int, float] = {}
+def follow(cluster: SharedCluster, passes: int) -> tuple[list[tuple[float, float]], JobStatus]:
+    """Do what is to be done to the job; return its error rates and costs, and its last status."""
+    found: dict[int, tuple[float, float]] = {}
     waiting = list(DONE)
     while True:
         status = cluster.api.status("words")
         over = status.metric_epochs.get("test_error")
         if over is not None:
-            found[over] = status.metrics["test_error"]
+            found[over] = status.metrics["test_error"], status.metrics["test_cost"]
         if status.state.ended:
             break
         if waiting and status.total_steps and status.step >= waiting[0][0] * status.total_steps:
@@ -131,13 +137,13 @@ def follow(cluster: SharedCluster, passes: int) -> tuple[list[float], JobStatus]
             except Rejected:  # such as a kill amid a change: it is tried again
                 pass
         time.sleep(_LOOK_S)
-    errors = [found[number] for number in sorted(found)]
-    if len(errors) != passes or waiting:
+    tested = [found[number] for number in sorted(found)]
+    if len(tested) != passes or waiting:
         raise SystemExit(
-            f"the job is {status.state.value} ({status.reason}) with {len(errors)} of {passes} "
+            f"the job is {status.state.value} ({status.reason}) with {len(tested)} of {passes} "
             f"passes tested; not done to it: {waiting}\n{cluster.log('job_client')}"
         )
-    return errors, status
+    return tested, status
 
 
 def neighbours(text: str) -> list[str]:
@@ -169,10 +175,13 @@ def differences(curves: Sequence[Curve], form: str) -> list[float]:
 
 def show(curves: Sequence[Curve], passes: int) -> bool:
     """Print the curves and the neighbours; return whether all are within what is allowed."""
-    print("error rate on the tested tenth, in %")
-    print("pass  " + "".join(f"{f'{each.form} {each.seed}':>12}" for each in curves))
+    print("on the tested tenth: error rate in %, and cost")
+    print("pass  " + "".join(f"{f'{each.form} {each.seed}':>18}" for each in curves))
     for number in range(passes):
-        print(f"{number:>4}  " + "".join(f"{100 * each.errors[number]:12.2f}" for each in curves))
+        print(
+            f"{number:>4}  "
+            + "".join(f"{100 * c.errors[number]:10.2f}{c.costs[number]:8.4f}" for c in curves)
+        )
     for each in curves:
         print(f"{each.form} {each.seed}: {each.wall_s:.0f} s; {each.said}")
         print("".join(f"    {line}\n" for line in each.neighbours), end="")
@@ -188,6 +197,8 @@ def main() -> int:
     parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--min_word_freq", type=int, default=50)
     parser.add_argument("--passes", type=int, default=8)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=Path("edl_run/word2vec"))
     parser.add_argument("--json", type=Path)

@@ -179,11 +179,15 @@ def _failed(trial: Trial, why: str) -> Finish:
 # --- who may have how many trainers ---------------------------------------------------------------
 
 
-def promising(trials: Sequence[Trial], *, maximize: bool) -> frozenset[int]:
+def promising(trials: Sequence[Trial], *, maximize: bool, min_epochs: int = 1) -> frozenset[int]:
     """Return the running trials that are not known to be worse than the median of all.
 
     The median is over all trials that have reported after as many epochs. One that nobody can be
     compared with yet is among them: it would have to change soon if it began with little.
+
+    Args:
+        min_epochs: before which the pruner ends nobody, so nobody is judged here, either. Who is
+            worse after fewer is about to be pruned: two changes for nothing.
     """
     found = set()
     for trial in trials:
@@ -193,7 +197,7 @@ def promising(trials: Sequence[Trial], *, maximize: bool) -> frozenset[int]:
         own = trial.reports.get(epochs)
         if own is not None and math.isnan(own):
             continue
-        if own is not None:
+        if own is not None and epochs >= min_epochs:
             values = [other.reports[epochs] for other in trials if epochs in other.reports]
             middle = statistics.median(value for value in values if not math.isnan(value))
             if own < middle if maximize else own > middle:

@@ -101,10 +101,11 @@ class Search:
         """Make one pass; raises as `run`, and Retryable: the server is away."""
         trials = self._store.trials()
         jobs = self._jobs(trials)
+        asked: list[int] = []
         for action in next_actions(self._spec, trials, jobs):
             match action:
                 case Ask():
-                    self._submit(self._store.ask(), say)
+                    asked.append(self._store.ask())
                 case Submit(number=number):
                     self._submit(number, say)
                 case Report():
@@ -117,6 +118,8 @@ class Search:
                     self._stop(number)
                 case Release(number=number):
                     self._store.note_released(number)
+        for number in asked:  # together: the first of them would have all slots until others come
+            self._submit(number, say)
         trials = self._store.trials()
         if self._spec.weigh and self._spec.max_pods > self._spec.min_pods:
             self._share_out(trials)
@@ -182,7 +185,9 @@ class Search:
         running = [t.number for t in trials if t.state is TrialState.RUNNING and t.submitted]
         numbers = {self._store.job_id(number): number for number in running}
         sharing = self._api.sharing()
-        better = promising(trials, maximize=self._spec.maximize)
+        better = promising(
+            trials, maximize=self._spec.maximize, min_epochs=self._spec.pruner.min_epochs
+        )
         wanted = share_out(
             running, better, pods_for(sharing, set(numbers)),
             self._spec.min_pods, self._spec.max_pods,

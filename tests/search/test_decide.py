@@ -147,6 +147,7 @@ def test_promising_is_who_is_not_known_to_be_worse_than_the_median_after_as_many
     ]
     assert promising(trials, maximize=True) == {2, 5, 6}
     assert promising(trials, maximize=False) == {3, 5, 6}
+    assert promising(trials, maximize=True, min_epochs=2) == {2, 3, 5, 6}, "3 is not judged yet"
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,14 @@ class Chaos:
         """Heal everything, end the jobs, and check all that must hold."""
         self.faults.heal()
         for job_id in self.cluster.specs:
+            self.cluster.end_file(job_id).touch()
+        for job_id in self.cluster.specs:
             self._finish_job(job_id)
         self.found += checks.check_processes(self.cluster)
         self.found += self.faults.violations
 
     def _finish_job(self, job_id: str) -> None:
         cluster, faults = self.cluster, self.faults
-        cluster.end_file(job_id).touch()
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             faults.restart()

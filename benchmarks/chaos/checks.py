@@ -121,9 +121,10 @@ def check_left(cluster: ChaosCluster, pids: set[int], memory_before: set[str]) -
     for name in set(os.listdir("/dev/shm")) - memory_before:
         if any(int(number) in pids for number in re.findall(r"\d+", name)):
             yield f"/dev/shm/{name} is left"
-    for path in (*cluster.folder.rglob("*"),):
-        is_ours = path == cluster.tmp or cluster.tmp not in path.parents
-        if not is_ours or path.name == "sock" or path.name.startswith(".") or ".tmp" in path.name:
+    for path in cluster.folder.rglob("*"):
+        of_programs = cluster.tmp in path.parents  # nothing is to be there
+        named_so = path.name in ("sock", "filler") or path.name.startswith(".")
+        if of_programs or named_so or path.suffix in (".part", ".tmp"):
             yield f"{path.relative_to(cluster.folder)} is left"
     if cluster.network is not None:
         return  # the ports were those of processes in namespaces, and there is none

@@ -62,7 +62,9 @@ def _tried(command: Sequence[str]) -> str:
 def mount_disk(path: Path) -> str:
     """Put a small file system there; return why that cannot be, "": it is there."""
     path.mkdir(parents=True, exist_ok=True)
-    return _tried(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(path)])
+    why = _tried(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(path)])
+    # What is mounted below it later is seen by the namespaces of the nodes as well.
+    return why or _tried(["mount", "--make-shared", str(path)])
 
 
 class ChaosCluster(Cluster):

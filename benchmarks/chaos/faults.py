@@ -397,12 +397,17 @@ class Faults:
         if self._held.get(str(log)):
             return "lock logs: they are"
         self._held[str(log)] = 1
-        for options in (["--bind", str(log), str(log)], ["-o", "remount,ro,bind", str(log)]):
-            subprocess.run(["mount", *options], check=True)
+        # A mount that is made read-only first: the namespaces of the nodes see it so, too.
+        other = self.cluster.folder / f"{log.parent.name}.locked"
+        other.mkdir(exist_ok=True)
+        bind = ["mount", "--bind", str(log), str(other)]
+        lock = ["mount", "-o", "remount,ro,bind", str(other)]
+        for command in (bind, lock, ["mount", "--bind", str(other), str(log)]):
+            subprocess.run(command, check=True)
 
         def unlock() -> None:
             self._release(str(log))
-            subprocess.run(["umount", "-l", str(log)], check=True)
+            subprocess.run(["umount", "-l", str(log), str(other)], check=True)
 
         self._later(action.for_s, f"{log.name} may be written again", unlock)
         return f"lock logs of {log.parent.name} for {action.for_s:g} s"

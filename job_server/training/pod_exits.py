@@ -254,6 +254,7 @@ def _finished(work: Work, pod: TrainingPod) -> bool:
         return False
     if stage is not None:
         work.move(stage, pod.pod_id, PodStagePhase.FINISHED)
+    _confirm_stopped(work, pod.pod_id)  # a stage that is retiring has it as a member, too
     let_go(work, pod.pod_id)
     work.note(f"pod {pod.pod_id} has finished")
     return True

@@ -183,8 +183,12 @@ def take_over(folder: Path, position: Position) -> list[StageFile]:
             end = offset
         if end < len(data):
             temporary = folder / f"cut.{os.getpid()}.part"
-            temporary.write_bytes(data[:end])
-            temporary.replace(last.path)
+            try:
+                temporary.write_bytes(data[:end])
+                temporary.replace(last.path)
+            except OSError:  # a full disk
+                temporary.unlink(missing_ok=True)
+                raise
     return kept
 
 

@@ -12,8 +12,9 @@ from job_server.api.wire import (
     PodPhase,
     PodReport,
     ReportKind,
+    Resize,
 )
-from job_server.jobs.events import LauncherReported, PauseAsked, StopAsked
+from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
 from tests.job_server.world import RUNNING, World, ids, records, trains, world
 
@@ -99,6 +100,24 @@ def test_where_no_client_looks_after_a_pod_its_launchers_word_counts():
     assert deadline is not None
     made.pass_to(made.nodes["a"].seen_at + 4.0)
     assert made.job.state is JobState.SUCCEEDED
+
+
+def test_a_pod_that_is_done_right_after_a_change_leaves_nothing_of_its_stage_before():
+    """Else a recovery would wait for ever for the trainers of that stage to end."""
+    made = trains(world(pods=1, overlap="auto", slots=1))
+    made.ask(ResizeAsked(Resize(pods=2)))
+    while made.job.retiring is None:
+        made.round(0.05)
+    made.total_steps = made.job.progress.step
+    for _ in range(2):  # the first launcher is done before it has ended the trainers of stage 1
+        made.train()
+        for found in made.launchers():
+            made.launcher_acts(*found)
+    made.nodes["b"].link = False  # what the other one says is not heard
+    made.rounds(30)
+    assert made.job.retiring is None
+    made.heal()
+    made.run_until(JobState.SUCCEEDED)
 
 
 def test_a_stop_ends_scripts_as_well():

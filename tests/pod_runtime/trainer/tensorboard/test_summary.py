@@ -24,6 +24,7 @@ from pod_runtime.trainer.tensorboard.event_file import (
     read_scalars,
 )
 from pod_runtime.trainer.tensorboard.summary import RunLog
+from tests.support import nothing_writable
 
 
 @dataclass
@@ -220,6 +221,15 @@ def test_a_full_disk_is_said_once_and_points_are_noted_again_when_there_is_room(
     log.add_scalar("loss", 1.0)
     log.close()
     assert [step for step, _value in noted(tmp_path)["loss"]] == [0, 4]
+
+
+def test_a_file_that_finds_no_room_when_it_loses_its_end_stays_and_is_left_alone(tmp_path, caplog):
+    train(tmp_path, 0, 11)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with nothing_writable():
+        train(tmp_path, 8, 9)
+    assert "training goes on without this log" in caplog.text
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

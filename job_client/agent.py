@@ -276,6 +276,7 @@ class Agent:
             draining=self._draining,
             foreign_cpu_milli=self._foreign.cpu_milli,
             foreign_memory_mb=self._foreign.memory_mb,
+            sent_ms=int(time.monotonic() * 1000),
             load=self._load,
         )
 

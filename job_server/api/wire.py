@@ -323,6 +323,7 @@ class NodeReport(Message, frozen=True, kw_only=True):
     client: str = ""  # as in Node
     foreign_cpu_milli: Int | None = None  # that processes use which are no pods'; None: not known
     foreign_memory_mb: Int | None = None  # ... and of memory
+    sent_ms: Int = 0  # by a clock of the client that is never set; 0: not said
     load: NodeLoad | None = None  # None: not known
 
     def __post_init__(self) -> None:

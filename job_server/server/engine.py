@@ -623,7 +623,7 @@ class Engine:
         if known is None:
             known = self.known(node)
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
-        known.node, known.seen_at = node, self.now()
+        known.node, known.seen_at, known.newest_ms = node, self.now(), 0
         self.registry.put(known)
         for entry in list(self.jobs.values()):
             self.derive(entry)

@@ -63,6 +63,7 @@ class KnownNode:
     quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
     gauges: dict[str, Gauge] = field(default_factory=dict)  # of memory and disk
     drained: bool = False  # by an operator
+    newest_ms: int = 0  # when its client sent the newest report, by its clock; 0: none yet
 
     @property
     def effective(self) -> wire.Node:
@@ -241,6 +242,11 @@ class NodeRegistry:
             if now - known.seen_at > FORGET_AFTER_S and not known.plan.value
         ]
 
+    def is_late(self, node_id: str, report: wire.NodeReport) -> bool:
+        """Whether a newer report of the same client was there first: this one says what was."""
+        known = self.nodes.get(node_id)
+        return known is not None and 0 < report.sent_ms < known.newest_ms
+
     def note_report(self, node_id: str, report: wire.NodeReport, now: float) -> bool:
         """Store a heartbeat; return whether placement may change with it.
 
@@ -262,6 +268,7 @@ class NodeRegistry:
         known.cpu.note(report.foreign_cpu_milli, known.node.cpu_milli, now)
         known.memory.note(report.foreign_memory_mb, known.node.memory_mb, now)
         self._changes += 1
+        known.newest_ms = report.sent_ms
         known.seen_at, known.report, known.changed = now, report, self._changes
         return changed
 

@@ -407,6 +407,8 @@ class JobService:
             )
         engine = self.engine
         with engine.lock:
+            if engine.registry.is_late(node_id, report):
+                return self._acknowledged()
             if engine.registry.note_report(node_id, report, self.now()):
                 engine.slots_moved = True
             engine.judge_slots(node_id)

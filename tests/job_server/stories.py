@@ -7,6 +7,7 @@ and come back, and users ask for all sorts of things.
 """
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,9 @@ from job_server.server.engine import JobEntry
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.training import views
+from job_server.training.fencing import FENCE_MARGIN_S
 from job_server.training.job import Job
-from tests.job_server.world import HEARTBEAT_S, Launcher, SimPod, World, node
+from tests.job_server.world import HEARTBEAT_S, Launcher, Run, SimPod, World, node
 
 TOTAL_STEPS = 30
 
@@ -96,6 +98,15 @@ class Machine:
     link: bool = True
     server_id: str = ""  # where it is registered
     on_the_way: list[wire.NodeReport] = field(default_factory=list)  # that come late, in any order
+    died_at: float = -math.inf  # its client, the last time
+    cut_at: float = -math.inf
+
+    @property
+    def looks_stopped(self) -> bool:
+        """Whether its client died as it was cut off: docs/known-limits.md says what follows."""
+        limit_s = self.node.stop_after_s
+        together = abs(self.died_at - self.cut_at) < FENCE_MARGIN_S + (limit_s or 0.0)
+        return limit_s is not None and together
 
 
 class Submission(World):
@@ -165,6 +176,13 @@ class Submission(World):
             self.unsent.append(event)  # as launchers do
         except JobServerError:
             pass
+
+    def step(self, stage: int, members: list[tuple[SimPod, Launcher, Run]]) -> None:
+        nodes = {pod.node_id for pod in members[0][2].plan.pods}
+        blind = any(self.story.machines[name].looks_stopped for name in nodes)
+        if stage < self.stepped and blind:
+            return  # what it does is superseded, not counted
+        super().step(stage, members)
 
     def act(self) -> None:
         """Let launchers follow their orders and report, and the trainers make a step."""
@@ -304,7 +322,9 @@ class Story:
                 service.register(machine.node)
                 machine.server_id, machine.seen_at = service.server_id, self.now
             self.follow(name, service.engine.registry.get(name).plan.value)
-            self.report(machine, wire.NodeReport(node_id=name, pods=self.states(name)))
+            sent_ms = int(self.now * 1000)
+            pods = self.states(name)
+            self.report(machine, wire.NodeReport(node_id=name, pods=pods, sent_ms=sent_ms))
         self.sync()
 
     def report(self, machine: Machine, report: wire.NodeReport) -> None:
@@ -468,9 +488,13 @@ class Story:
 
         def toggle_link() -> None:
             machine.link = not machine.link
+            if not machine.link:
+                machine.cut_at = self.now
 
         def toggle_client() -> None:
             machine.client, machine.server_id = not machine.client, ""
+            if not machine.client:
+                machine.died_at = self.now
 
         def lose_power() -> None:
             machine.server_id = ""
@@ -489,7 +513,7 @@ class Story:
 
         def cut_all_off() -> None:
             for each in self.machines.values():
-                each.link = False
+                each.link, each.cut_at = False, self.now if each.link else each.cut_at
                 self.round()
 
         def restart() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from job_server.api import wire
 from job_server.server.hearing import Hearing, OwnHeartbeat
-from tests.job_server.serving import ServerProcess, cpu_node, running_server
+from tests.job_server.serving import ServerProcess, cpu_node, open_service, running_server
 from tests.support import wait_until
 
 JOB = "digits"
@@ -125,3 +125,18 @@ def test_own_heartbeats_go_on_after_an_error_of_any_kind(tmp_path, caplog):
         assert not heartbeat.is_alive()
     assert lock.left == 0
     assert caplog.text.count("an own heartbeat failed") == 2
+
+
+def test_a_report_that_comes_after_a_newer_one_of_the_same_client_changes_nothing():
+    stranger = wire.SlotUsage(index=0, stranger="another program")
+    newer = wire.NodeReport(node_id="node-a", slots=(stranger,), sent_ms=2000)
+    older = wire.NodeReport(node_id="node-a", sent_ms=1000)
+    with open_service(":memory:") as service:
+        service.register(cpu_node())
+        known = service.engine.registry.get("node-a")
+        for report in (newer, older):
+            service.report_node("node-a", report)
+        assert known.report == newer
+        service.register(cpu_node())  # as after the machine has started again
+        service.report_node("node-a", older)
+        assert known.report == older

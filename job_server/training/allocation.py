@@ -5,7 +5,14 @@ from dataclasses import replace
 
 from job_server.api.text import counted
 from job_server.api.wire import PlanPod, RestoreFrom
-from job_server.cluster.placement import Site, deal_ports, find_node, gather, place
+from job_server.cluster.placement import (
+    Site,
+    deal_ports,
+    find_node,
+    gather,
+    place,
+    slots_in_quarantine,
+)
 from job_server.training.job import Avoided, Job, JobStage, TrainingPod, age, occupied
 from job_server.training.work import Work, silent_pods
 
@@ -96,6 +103,15 @@ def find_movers(work: Work, stay: list[TrainingPod], to_add: Mapping[str, int] |
         free = max(0, sum(map(is_clean, sites)) - needed)
         movers |= {pod.pod_id for pod in own[:free]}
     return movers
+
+
+def able_to_train(work: Work, pods: Iterable[TrainingPod]) -> tuple[TrainingPod, ...]:
+    """Return the pods without those on a slot where no trainer can go on."""
+    return tuple(
+        pod
+        for pod in pods
+        if not any(s.ends_trainers for s in slots_in_quarantine(work.cluster, pod.site).values())
+    )
 
 
 def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:

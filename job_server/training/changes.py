@@ -10,7 +10,7 @@ from job_server.cluster.change_script import ScriptedChange, parse_script, pods_
 from job_server.cluster.placement import Cluster, explain_shortage, find_node
 from job_server.jobs.events import RequestRefused
 from job_server.jobs.work import Goal
-from job_server.training.allocation import find_sites, make_pods
+from job_server.training.allocation import able_to_train, find_sites, make_pods
 from job_server.training.job import HaltPhase, Job, JobStage, ManualChange
 from job_server.training.moves import begin, dismiss_standby
 from job_server.training.work import Work
@@ -257,9 +257,11 @@ def why_not(job: Job, pods: int) -> str:
 def _begin_change(work: Work, stage: JobStage, pods: int, why: str, *, counts: bool) -> bool:
     """Prepare a stage of up to `pods` pods. Return False if no new pod can be placed."""
     job = work.job
-    stay = job.known_pods(stage.pod_ids[:pods])
+    stay = able_to_train(work, job.known_pods(stage.pod_ids))[:pods]
     sites = find_sites(work, pods - len(stay))
     if pods > len(stay) and not sites:
+        return False
+    if len(stay) + len(sites) < job.spec.min_pods:  # the others cannot go on
         return False
     stood_by = job.preparing is not None and job.preparing.standby
     dismiss_standby(work)

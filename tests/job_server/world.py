@@ -976,6 +976,24 @@ class World:
             self.round(0.2)
         raise AssertionError(f"no change came to {phase}: {self.reasons[-30:]}")
 
+    def quarantine(self, name: str, index: int, why: str, *, fatal: bool = False) -> None:
+        """Put a slot in quarantine, as the registry shows it; without a why: take it back."""
+        sim = self.nodes[name]
+        slots = tuple(
+            replace(
+                slot,
+                usable=not why,
+                reason=why,
+                quarantine=why,
+                ends_trainers=bool(why) and fatal,
+            )
+            if slot.index == index
+            else slot
+            for slot in sim.node.slots
+        )
+        sim.node = replace(sim.node, slots=slots)
+        self.send(NodesChanged())
+
     def heal(self) -> None:
         """From now on everybody lives and answers, but for launchers that the server waits for."""
         self.start_server()
@@ -983,6 +1001,9 @@ class World:
         self.full.clear()
         self.stuck = False
         for sim in self.nodes.values():
+            for slot in sim.node.slots:
+                if slot.quarantine:
+                    self.quarantine(sim.node.node_id, slot.index, "")
             self.power_on(sim)
         active = self.job.active
         for _, pod, launcher in self.launchers():

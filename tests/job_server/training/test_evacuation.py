@@ -1,12 +1,10 @@
 """A training leaves the slots that are in quarantine, and goes on with the others."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from job_server.api.wire import JobState, Way
-from job_server.jobs.events import NodesChanged
 from tests.job_server.world import World, trains, world
 
 WHY = "XID 79: it has fallen off the bus"
@@ -17,13 +15,7 @@ def eight() -> World:
 
 
 def quarantine(made: World, slot: int, *, fatal: bool, why: str = WHY) -> None:
-    """What the registry makes of a node one of whose slots is in quarantine; "": it is not."""
-    sim = made.nodes["a"]
-    slots = list(sim.node.slots)
-    barred = {"usable": not why, "reason": why, "quarantine": why, "ends_trainers": fatal}
-    slots[slot] = replace(slots[slot], **barred)  # type: ignore[arg-type]
-    sim.node = replace(sim.node, slots=tuple(slots))
-    made.send(NodesChanged())
+    made.quarantine("a", slot, why, fatal=fatal)
 
 
 def until(made: World, holds: Callable[[], bool]) -> None:
@@ -98,3 +90,22 @@ def test_a_change_that_counts_on_the_slot_is_begun_again_without_it():
     until(made, lambda: made.job.preparing is not None)
     quarantine(made, 3, fatal=True)
     until(made, lambda: slots_in_use(made) == [0, 1, 2] and trains_now(made))
+
+
+def test_a_resize_does_not_count_on_a_trainer_that_is_being_ended():
+    made = trains(world(nodes=1, slots=3, total_steps=4000, pods=3, max_pods=3))
+    quarantine(made, 0, fatal=True)
+    made.resize(2)
+    made.pass_time(1.0)
+    until(made, lambda: slots_in_use(made) == [1, 2] and trains_now(made))
+
+
+def test_no_standby_is_prepared_on_a_slot_that_is_to_be_left():
+    made = trains(
+        world(nodes=1, slots=2, total_steps=4000, pods=2, min_pods=2, overlap="on", standby=1)
+    )
+    quarantine(made, 1, fatal=False)
+    made.rounds(40)
+    assert made.job.preparing is None
+    quarantine(made, 1, fatal=False, why="")
+    until(made, lambda: made.job.preparing is not None and made.job.preparing.stands_by)

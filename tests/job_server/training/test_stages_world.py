@@ -197,6 +197,10 @@ def fill_disks(world: World, n: int) -> None:
     world.stuck = n == 19
 
 
+def quarantine(world: World, n: int) -> None:
+    world.quarantine("ab"[n % 2], n // 2 % 2, "XID 79" if n % 5 else "", fatal=n % 3 == 0)
+
+
 def kill(world: World, n: int) -> None:
     pods = [pod.pod_id for pod in world.job.pods] or ["pod_9_9"]
     by_rank = wire.Kill(rank=n % 5)
@@ -210,7 +214,7 @@ USUAL = (
 TROUBLE = (
     kill_trainer, kill_prepared, refuse_join, no_longer_joins, kill_launcher, terminate_pod,
     kill_shim, ports_fail, hang, script_fails, kill_client, client_leaves, cut_link, power,
-    server, restart_server, resize, pause, resume, stop, stop_at_once, fill_disks, kill,
+    server, restart_server, resize, pause, resume, stop, stop_at_once, fill_disks, kill, quarantine,
 )  # fmt: skip
 ACTIONS = st.tuples(
     st.one_of(st.sampled_from(USUAL), st.just(rounds), st.sampled_from(TROUBLE)),

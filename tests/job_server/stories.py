@@ -155,8 +155,6 @@ class Submission(World):
             before, job = self.job, entry.job
             assert isinstance(job, Job)
             self.job = job
-            # One whose pods hold nothing that is known is stopped for others in a single step.
-            self.halted |= job.reason.startswith("its pods are for others")
             self.check(before)
 
     def send(self, event: Event) -> None:
@@ -176,6 +174,12 @@ class Submission(World):
             self.unsent.append(event)  # as launchers do
         except JobServerError:
             pass
+
+    def check_release(self, pod: SimPod) -> None:
+        # Where nothing is known to be lost, a job is stopped for others in a single step.
+        events = self.story.store.events(self.job.spec.job_id, after=0, limit=1000)
+        self.halted |= any("its pods are for others" in event.text for event in events)
+        super().check_release(pod)
 
     def step(self, stage: int, members: list[tuple[SimPod, Launcher, Run]]) -> None:
         nodes = {pod.node_id for pod in members[0][2].plan.pods}

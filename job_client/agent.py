@@ -1,11 +1,14 @@
 """Keep this node's pods as the server's plan wants them: compare, act, report, repeat."""
 
 import logging
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -44,6 +47,7 @@ from pod_runtime import env, processes
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # all events wake the loop; the tick is for what only time changes
+STUCK_S = 60.0  # the loop has done nothing for so long: a call of it hangs
 FENCE_GRACE_S = 1.0  # the server takes the pods for ended 6 s after `stop_after`
 SAVE_STALL_S = 60.0  # a writer that writes nothing for so long is given up
 SHOW_EVERY_S = 2.0  # its progress, in the log
@@ -98,6 +102,9 @@ class Agent:
         self._usage: tuple[SlotUsage, ...] = ()
         self._link: NodeLink | None = None  # None: not connected yet
         self._draining = ""  # why jobs are to leave this node; "": they may stay
+        self._turned_at = time.monotonic()  # when the loop came round last
+        self._thread_id: int | None = None  # of the loop
+        self._is_stuck = False  # ... and whether that is long ago
         self._leaving: Departure | None = None  # None: not asked to end
         token_file = config.token_file
         if token_file is None and config.token is not None:
@@ -120,6 +127,7 @@ class Agent:
             JobClientError: the command line does not fit the server, or it refuses this client.
                 Pods that run stay as they are.
         """
+        self._thread_id = threading.get_ident()
         self._adopt()
         self._clean_orphans()
         if not self._choose_job():
@@ -139,6 +147,7 @@ class Agent:
         self._link = NodeLink(
             self._make_api, callbacks, choose_ports=self._config.port_range is None
         )
+        self._turned_at = time.monotonic()
         self._link.start()
         command = self._config.preemption_notice
         notice = None if command is None else PreemptionNotice(command, lambda: self._drain(SEEN))
@@ -146,6 +155,8 @@ class Agent:
             notice.start()
         while self._failure is None and not self._is_over():
             self._wake.wait(self._reconcile())
+            self._turned_at = time.monotonic()
+        self._turned_at = math.inf  # what follows has time limits of its own
         if notice is not None:
             notice.close()
         if self._failure is not None:
@@ -252,7 +263,17 @@ class Agent:
         self._failure = error
         self._wake.set()
 
-    def _report(self, fresh: bool) -> NodeReport:
+    def _report(self, fresh: bool) -> NodeReport | None:
+        """Return what to report; None: nothing, as nobody here does what the server wants."""
+        stuck_s = time.monotonic() - self._turned_at
+        if stuck_s > STUCK_S and not self._is_stuck:
+            logger.error(
+                "this client has hung for %.0f s: it reports nothing until it goes on, so that its "
+                "node counts as lost; where it hangs:\n%s", stuck_s, _stack_of(self._thread_id),
+            )  # fmt: skip
+        self._is_stuck = stuck_s > STUCK_S
+        if self._is_stuck:
+            return None
         table = None
         with self._lock:
             pods = list(self._pods.values())
@@ -467,6 +488,11 @@ def install_signals(agent: Agent, *, keep_pods: bool) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+
+
+def _stack_of(thread_id: int | None) -> str:
+    frame = sys._current_frames().get(thread_id or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "not known"
 
 
 def own_address(server_url: str) -> str:

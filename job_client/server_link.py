@@ -99,7 +99,7 @@ class Callbacks:
 
     node: Callable[[], Node]  # what to register; asks the hardware
     plan: Callable[[NodePlan], None]
-    report: Callable[[bool], NodeReport]  # True: with fresh figures
+    report: Callable[[bool], NodeReport | None]  # True: with fresh figures; None: say nothing
     reported: Callable[[NodeReport, Acknowledgement], None]  # the server has it
     contact: Callable[[float], None]  # monotonic time at which an answered request was sent
     fatal: Callable[[JobClientError], None]
@@ -309,6 +309,8 @@ class NodeLink:
         """Report once; return when it was sent. Registers again if the server has forgotten us."""
         report = self._do.report(fresh)
         sent_at = time.monotonic()
+        if report is None:
+            return sent_at
         try:
             answer = api.node_report(report)
         except NotFound:

@@ -53,6 +53,7 @@ from job_server.training.rules import (
     crash_deadline,
     end_deadline,
     grace_deadline,
+    hung_at,
     preparing_deadline,
     start_deadline,
 )
@@ -352,6 +353,8 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
     for pod in job.pods:
         if not pod.released:
             yield silent_at(job, pod, cluster)
+            if now < client_silent_at(job, pod, cluster):
+                yield hung_at(job, pod, cluster)
         if pod.launcher_done:
             yield client_silent_at(job, pod, cluster)
     for since in job.progress.missing.values():

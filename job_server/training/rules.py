@@ -81,10 +81,11 @@ from job_server.training.share import (
 )
 from job_server.training.standby import stand_by
 from job_server.training.views import plain_warning, trainers
-from job_server.training.work import Work
+from job_server.training.work import Work, client_silent_at
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
+HUNG_LAUNCHER_S, HUNG_LAUNCHER_HEARTBEATS = 60.0, 20  # whichever is longer
 LOAD_PATIENCE = 5.0  # times prepare_timeout_s, where giving up would bring no training back
 RECOVERY_PATIENCE_S = 5.0  # how much longer than a recovery a prepared change may take
 LOOP_S = 60.0  # a script that builds its data first may call the loop so late
@@ -160,6 +161,40 @@ def _kill_stuck(work: Work) -> None:
         for pod in work.job.usable_pods(stage.pods_not_in(*TERMINATED)):
             work.set_pod(replace(pod, desired=DesiredState.KILL))
             work.note(f"killing pod {pod.pod_id}: it does not end stage {stage.stage}")
+
+
+def _kill_hung_launchers(work: Work) -> None:
+    """Kill pods whose launcher is silent for long although their node answers.
+
+    Its trainers may go on, but nobody would notice that they fail or are done, and no change could
+    reach them.
+    """
+    job, stage = work.job, work.job.active
+    if job.spec.hang_policy == "say" or job.goal is not Goal.RUN or job.done:
+        return
+    if stage is None or stage.over is not None or not stage.committed or stage.finishing:
+        return
+    for pod in job.usable_pods(stage.pod_ids):
+        if pod.desired is not DesiredState.RUN or work.now < hung_at(job, pod, work.cluster):
+            continue
+        if work.now < client_silent_at(job, pod, work.cluster):
+            work.set_pod(replace(pod, desired=DesiredState.KILL))
+            limit_s = _hung_launcher_s(work.cluster)
+            text = f"its launcher has given no sign of life for {limit_s:.0f} s, and its node has"
+            work.note(f"killing pod {pod.pod_id}: {text}")
+
+
+def hung_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
+    """Return when the launcher of a pod counts as one that hangs if it is not heard until then."""
+    heard = job.progress.heard.get(pod.pod_id)
+    if heard is None or pod.launcher_done:
+        return math.inf
+    return max(heard, job.grace_from) + _hung_launcher_s(cluster)
+
+
+def _hung_launcher_s(cluster: Cluster) -> float:
+    beats_s = HUNG_LAUNCHER_HEARTBEATS * cluster.heartbeat_s
+    return max(HUNG_LAUNCHER_S, beats_s) + cluster.late_s
 
 
 def _advance_preparing(work: Work) -> None:
@@ -572,6 +607,7 @@ RULES: tuple[Callable[[Work], None], ...] = (
     _advance_preparing,
     _unpark,
     _kill_stuck,
+    _kill_hung_launchers,
     _recover,
     forget_retired,
     release_superseded,

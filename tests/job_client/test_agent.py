@@ -14,6 +14,7 @@ from job_client.agent import EndMode
 from job_client.client_dir import ClientDir
 from job_client.errors import FatalError, SetupError
 from job_client.pods import folders
+from job_client.pods.supervisor import PodSupervisor
 from job_server.api.errors import Conflict, Unauthorized
 from job_server.api.wire import DesiredState, JobSpec, JobStatus, PodPhase
 from job_server.training.machine import new_job
@@ -361,6 +362,29 @@ def test_a_notice_of_preemption_is_reported_and_the_pods_stay_until_the_plan_say
     notice.touch()
     wait_until(lambda: "taken away" in server.reports[-1].draining, timeout_s=30)
     assert server.wait_phase("pod_0_0", PodPhase.RUNNING)
+
+
+def test_a_client_whose_loop_hangs_says_where_and_reports_nothing_until_it_goes_on(
+    start_client, server, monkeypatch, caplog
+):
+    monkeypatch.setattr("job_client.agent.STUCK_S", 1.5)
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(self: PodSupervisor) -> None:
+        hangs.set()
+        assert go_on.wait(60)
+
+    start_client()
+    server.want_until(PodPhase.RUNNING, pod())
+    monkeypatch.setattr(PodSupervisor, "keep_log_short", hang)
+    assert hangs.wait(60)
+    wait_until(lambda: "this client has hung for" in caplog.text)
+    assert "in hang" in caplog.text  # its stack
+    said = len(server.reports)
+    assert not go_on.wait(1.0)  # five heartbeats
+    assert len(server.reports) <= said + 1
+    go_on.set()
+    wait_until(lambda: len(server.reports) > said + 3)
 
 
 def test_a_pod_id_may_be_used_again_after_its_pod_was_released(start_client, server, tmp_path):

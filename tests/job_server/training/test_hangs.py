@@ -65,3 +65,21 @@ def test_orders_say_whether_launchers_may_kill_and_for_how_long_a_trainer_may_be
     assert not orders.hang_kills
     assert orders.hang_limits == made.job.spec.hang_limits
     assert trains(world()).orders("pod_1_0").hang_kills
+
+
+def test_a_pod_whose_launcher_hangs_while_its_client_answers_is_killed_and_the_job_goes_on():
+    made = trains(world(total_steps=100_000))
+    made.launcher("pod_1_0").hangs = True
+    made.rounds(100)  # 50 s
+    assert made.job.lineage.redone_steps == made.job.budget.failures == 0
+    made.rounds(60)
+    assert any("killing pod pod_1_0: its launcher has given no sign" in r for r in made.reasons)
+    assert made.job.state is JobState.RUNNING
+    assert made.job.budget.failures == 1
+
+
+def test_with_the_policy_say_such_a_pod_is_left_alone():
+    made = trains(world(total_steps=100_000, hang_policy="say"))
+    made.launcher("pod_1_0").hangs = True
+    made.rounds(200)
+    assert not any("killing pod" in reason for reason in made.reasons)

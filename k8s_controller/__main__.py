@@ -15,7 +15,9 @@ from types import FrameType
 from kubernetes.config import ConfigException
 
 from job_server.api.command_line import OptionParser
+from job_server.sharing.policies import POLICIES
 from k8s_controller import election as elections
+from k8s_controller.autoscaler import Autoscaler
 from k8s_controller.controller import Controller
 from k8s_controller.election import Election
 from k8s_controller.handlers import watch
@@ -36,6 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--namespace", action="append", default=[], help="look after this one; again: more; or all")
     add("--kubeconfig", help="default: the pod's account, else KUBECONFIG")
     add("--interval_s", type=float, default=2.0, help="between two looks at a quiet job")
+    add("--autoscale_interval_s", type=float, default=5.0, help="between two looks at all of them")
+    add("--sharing", choices=sorted(POLICIES), default="goodput", help="policy of `autoscale`")
     add("--no_leader_elect", action="store_true", help="act without a lease: run one only")
     add("--lease_name", default="edl-controller")
     add("--lease_namespace", help="default: POD_NAMESPACE, else `default`")
@@ -65,13 +69,14 @@ class JsonLines(logging.Formatter):
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; return the exit code, 2 for a wrong command line."""
     args = build_parser().parse_args(argv)
-    if not 0.1 <= args.interval_s <= 300:
-        print(
-            f"python -m k8s_controller: --interval_s: must be between 0.1 and 300, "
-            f"got {args.interval_s:g}",
-            file=sys.stderr,
-        )
-        return 2
+    for name in ("interval_s", "autoscale_interval_s"):
+        if not 0.1 <= getattr(args, name) <= 300:
+            print(
+                f"python -m k8s_controller: --{name}: must be between 0.1 and 300, "
+                f"got {getattr(args, name):g}",
+                file=sys.stderr,
+            )
+            return 2
     _log(args.log_level, args.log_format)
     if args.kubeconfig:
         os.environ["KUBECONFIG"] = args.kubeconfig  # kopf logs in by itself
@@ -104,11 +109,15 @@ def main(argv: list[str] | None = None) -> int:
         if not election.win(stop):
             logger.info("ended")
             return 0
-    return _lead(Controller(kube, metrics, args.interval_s), metrics, namespaces, election, stop)
+    controller = Controller(kube, metrics, args.interval_s)
+    policy, interval_s = POLICIES[args.sharing], args.autoscale_interval_s
+    scaler = Autoscaler(kube, controller.look_at, metrics, policy, interval_s, namespaces)
+    return _lead(controller, scaler, metrics, namespaces, election, stop)
 
 
 def _lead(
     controller: Controller,
+    scaler: Autoscaler,
     metrics: Metrics,
     namespaces: list[str],
     election: Election | None,
@@ -126,9 +135,11 @@ def _lead(
             target=election.keep, args=(stop, lose), name="election", daemon=True
         ).start()
     controller.start()
+    scaler.start()
     try:
         watch(controller, namespaces, stop)
     finally:
+        scaler.stop()
         controller.stop()
         if election is not None:
             election.give_back()

@@ -17,13 +17,9 @@ from urllib3.exceptions import HTTPError
 from job_server.api.command_line import OptionParser
 from job_server.api.wire import WireError, check_range
 from job_server.cli.collector import ClusterLoad, load_json, load_line
+from k8s_controller.capacity import quantity
 from k8s_controller.kube_api import KubeApi, KubeError, load_config
 from k8s_controller.spec import GPU, KIND, Object, SpecError, parse
-
-_UNITS = {
-    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
-}  # fmt: skip
 
 
 def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Object]) -> ClusterLoad:
@@ -42,19 +38,6 @@ def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Obje
         cpu=_part(held, have, "cpu"),
         gpu=_part(held, have, GPU),
     )
-
-
-def quantity(text: object) -> float:
-    """Return the number that a quantity is: `500m` is 0.5.
-
-    Raises:
-        ValueError: it is none.
-    """
-    digits = str(text).rstrip("numkKMGTPi")
-    unit = str(text)[len(digits) :]
-    if unit and unit not in _UNITS:
-        raise ValueError(f"{text!r} is no quantity")
-    return float(digits) * _UNITS.get(unit, 1)
 
 
 def _has_ended(job: Object) -> bool:

@@ -35,7 +35,7 @@ TROUBLE_S = (1.0, 15.0)  # after an error: doubled each time, up to that
 WORKERS = 8
 READ_S = 60.0  # a job is read again after that, whatever the watches say
 PROGRESS_S = 15.0  # between two writes of a status in which nothing but the step has changed
-_PROGRESS = frozenset({"step", "epoch"})
+_PROGRESS = frozenset({"step", "stepSeconds", "epoch"})
 _SETTLED = (Phase.RUNNING, Phase.SUSPENDED, Phase.SUCCEEDED, Phase.FAILED)
 
 

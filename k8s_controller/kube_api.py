@@ -33,7 +33,8 @@ _KINDS = {  # kind -> where its objects are
 }
 _LISTS = {
     "Pod": "/api/v1/pods",
-    "Node": "/api/v1/nodes",  # of the collector
+    "Node": "/api/v1/nodes",
+    "PriorityClass": "/apis/scheduling.k8s.io/v1/priorityclasses",
     KIND: f"/apis/{GROUP}/{VERSION}/{PLURAL}",
 }
 

@@ -14,7 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = {"passes": 0, "errors": 0, "steps": 0}
+        self._counts = {"passes": 0, "errors": 0, "steps": 0, "decisions": 0}
         self._pass_s = 0.0
         self._jobs: dict[tuple[str, str], TrainingJobStatus] = {}
         self._beat_at: float | None = None  # None: it does not lead
@@ -60,6 +60,7 @@ class Metrics:
             ("passes", "Looks at a TrainingJob."),
             ("errors", "Looks that failed, and were made again."),
             ("steps", "Calls that changed something."),
+            ("decisions", "Numbers of pods that spec.autoscale has chosen."),
         ):
             add(f"edl_controller_{name}_total", "counter", words, ("", counts[name]))
         add("edl_controller_pass_seconds_total", "counter", "Time in looks.", ("", pass_s))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from job_server.api.wire import JobStatus, Sharing
+from job_server.api.wire import JobStatus, Sharing, Way
 
 Object = Mapping[str, Any]
 
@@ -17,6 +17,8 @@ ROLE_LABEL = "paddlepaddle.org/role"
 INDEX_LABEL = "paddlepaddle.org/index"
 UNSCHEDULABLE = "Unschedulable"
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+SEEN_STAGES = 50  # the newest, whose times count
+MIN_STEPS = 5  # of a stage, for its times to count
 UID_CHARS = 8  # of a pod's uid, in the name of its node at the job server
 
 
@@ -107,6 +109,36 @@ def belongs_to(thing: Object, uid: str) -> bool:
     """Whether an object was made for the TrainingJob of that uid."""
     owners = thing["metadata"].get("ownerReferences") or ()
     return any(owner.get("uid") == uid for owner in owners)
+
+
+def step_seconds(job: JobStatus, now: float) -> dict[str, float]:
+    """Return pods -> seconds of a step, as the job's newest stages had them.
+
+    With `policy` linear a step of more pods is more work; then it is for the work of one pod.
+    """
+    spent: dict[int, float] = {}
+    made: dict[int, int] = {}
+    for stage in job.stages[-SEEN_STAGES:]:
+        runs = stage.stage == job.stage and stage.ended_at is None
+        last, until = (job.step, now) if runs else (stage.last_step, stage.ended_at)
+        first, since = stage.first_step, stage.first_step_at
+        if first is None or since is None or last is None or until is None:
+            continue
+        if last - first >= MIN_STEPS and until > since:
+            work = stage.pods if job.spec.policy == "linear" else 1
+            spent[stage.pods] = spent.get(stage.pods, 0.0) + until - since
+            made[stage.pods] = made.get(stage.pods, 0) + (last - first) * work
+    return {str(pods): float(f"{spent[pods] / made[pods]:.3g}") for pods in sorted(spent)}
+
+
+def change_seconds(job: JobStatus) -> float:
+    """Return the mean pause of the job's newest changes, in seconds; 0: it had none."""
+    pauses = [
+        stage.pause_s
+        for stage in job.stages[-SEEN_STAGES:]
+        if stage.pause_s is not None and stage.way is not Way.START  # which may have waited
+    ]
+    return float(f"{sum(pauses) / len(pauses):.3g}") if pauses else 0.0
 
 
 def observe_pods(

@@ -8,18 +8,27 @@ change, not one for each. A pod that is to go is first closed to the training (a
 it is deleted when the training has no pod on it, and is to have none.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from job_server.api.wire import JobState
 from k8s_controller import status as states
 from k8s_controller.objects import STATE, selector
-from k8s_controller.observed import UNSCHEDULABLE, ListedPod, Observed, ServerView
+from k8s_controller.observed import (
+    UNSCHEDULABLE,
+    ListedPod,
+    Observed,
+    ServerView,
+    change_seconds,
+    step_seconds,
+)
 from k8s_controller.spec import TrainingJobSpec
 from k8s_controller.status import Phase, TrainingJobStatus
 
 GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
 PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
+WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
 _RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
 _HALTS = (JobState.PAUSING, JobState.STOPPING)
@@ -186,7 +195,7 @@ class _Pass:
     def live(self) -> None:
         self._set(
             selector=selector(self.name),
-            started_at=self.status.started_at or (None if self.spec.suspend else self.now),
+            started_at=self.status.started_at or (None if self._waits() else self.now),
         )
         self._decide_number()
         self._read_server()
@@ -199,6 +208,12 @@ class _Pass:
         if not self.status.ended:
             self._keep_deadline()
         self._summarize()
+
+    def _waits(self) -> bool:
+        """Whether it is to have no pods now."""
+        given = self.status.autoscale
+        has_none = self.spec.autoscale and (given is None or not given.replicas)
+        return self.spec.suspend or has_none
 
     def clean_up(self) -> None:
         """Delete what a job that has ended leaves, and at last the job."""
@@ -216,9 +231,17 @@ class _Pass:
             self.steps.append(RemoveTrainingJob())
 
     def _decide_number(self) -> None:
-        """Set `desired`: the user's number, within what the training was begun with."""
+        """Set `desired`: the user's number, within what the training was begun with.
+
+        With `autoscale` it is what was decided for all jobs together; 0: it waits.
+        """
         before, wanted, server = self.status.desired, self.spec.replicas, self.seen.server
         why = f"spec.replicas is {wanted}"
+        if self.spec.autoscale:
+            given = self.status.autoscale
+            wanted = (before or 0) if given is None else given.replicas
+            why = "" if given is None else given.reason
+            self._tell_waiting(wanted, why)
         if server is not None and server.job is not None:
             most = server.job.spec.max_pods
             if wanted > most:
@@ -227,8 +250,14 @@ class _Pass:
         if before == wanted and self.status.scaled_at is not None:
             return
         self._set(desired=wanted, scaled_at=self.now)
-        if before is not None and before != wanted:
-            self._say("Scaling", f"from {before} to {_pods(wanted)}: {why}")
+        if before != wanted and (before is not None or self.spec.autoscale) and wanted:
+            self._say("Scaling", f"from {before or 0} to {_pods(wanted)}: {why}")
+
+    def _tell_waiting(self, wanted: int, why: str) -> None:
+        if not wanted and why and not self.spec.suspend:
+            known = self.status.conditions.get(states.PODS_READY)
+            if known is None or (known.reason, known.message) != (WAITS, why):
+                self._say(WAITS, why)
 
     def _read_server(self) -> None:
         """Enter what the job server says; end when its job has."""
@@ -254,6 +283,8 @@ class _Pass:
             reason=job.reason,
             training=server.training_pods,
             saved_path=self.status.saved_path if job.saved is None else job.saved.path,
+            step_s={**self.status.step_s, **step_seconds(job, self.now)},
+            change_s=change_seconds(job),
         )
         if job.state in _RUNS and server.training_pods:
             self._set(pod_failures=0)
@@ -352,7 +383,9 @@ class _Pass:
     # --- how many pods
 
     def _scale(self) -> None:
-        wanted = self.status.desired or self.spec.min_replicas
+        wanted = self.status.desired or 0
+        if not wanted:
+            return  # it waits for room
         self._replace_broken()
         surplus = self._surplus(wanted)
         self._add(wanted)
@@ -377,9 +410,23 @@ class _Pass:
                 self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} wanted; the training left it")
 
     def _surplus(self, wanted: int) -> list[ListedPod]:
-        """Return the pods to give up: closed and unusable ones first, then the highest indexes."""
-        order = sorted(self._alive, key=lambda pod: (self._usefulness(pod), -pod.index))
-        return order[: max(len(order) - wanted, 0)]
+        """Return the pods to give up: unusable ones first, then the highest indexes.
+
+        With `autoscale` those go first that are where others are to have the room.
+        """
+        given, left = self.status.autoscale, list(self._alive)
+        excess = Counter(pod.node for pod in left)
+        if self.spec.autoscale and given is not None:
+            excess -= Counter(given.nodes)
+        found: list[ListedPod] = []
+        while len(left) > wanted:
+            pod = min(
+                left, key=lambda pod: (self._usefulness(pod), not excess[pod.node], -pod.index)
+            )
+            left.remove(pod)
+            found.append(pod)
+            excess[pod.node] -= bool(excess[pod.node])
+        return found
 
     def _usefulness(self, pod: ListedPod) -> int:
         server = self.seen.server
@@ -521,6 +568,10 @@ class _Pass:
             self._condition(states.PODS_READY, False, first.trouble, words)
         elif self.status.holds(states.SUSPENDED):
             self._condition(states.PODS_READY, False, "Suspended", "")
+        elif not wanted:
+            given = self.status.autoscale
+            words = "nothing is decided yet" if given is None else given.reason
+            self._condition(states.PODS_READY, False, WAITS, words)
         elif ready < wanted:
             words = f"{ready} of {_pods(wanted)} have registered with the job server"
             self._condition(states.PODS_READY, False, "NotReady", words)
@@ -534,7 +585,7 @@ class _Pass:
             phase = Phase.SUSPENDED
         elif server is None:  # as it was: the training does not need the server to go on
             phase = self.status.phase
-        elif job is None:
+        elif job is None or not (wanted or runs):
             phase = Phase.PENDING
         elif runs:
             settled = self.status.training == wanted == len(self._alive)

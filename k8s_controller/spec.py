@@ -41,6 +41,7 @@ class TrainingJobSpec:
     template: Object  # a PodTemplateSpec
     slots_per_pod: int = 1
     has_gpus: bool = False
+    autoscale: bool = False  # `replicas` is the controller's; the field here counts for nothing
     suspend: bool = False
     restart_limit: int = 20
     failure_policy: tuple[FailureRule, ...] = ()  # they come before those of EDL
@@ -109,6 +110,15 @@ def parse(body: Object) -> TrainingJobSpec:
             f"spec.replicas: {replicas} is not between spec.minReplicas, {lowest}, and "
             f"spec.maxReplicas, {highest}; change one of them"
         )
+    autoscale = bool(_get(raw, "autoscale", bool, False))
+    if autoscale and replicas is not None:
+        raise SpecError(
+            f"spec.replicas: {replicas}, but spec.autoscale chooses it; leave one of them out"
+        )
+    if autoscale and raw.get("maxReplicas") is None:
+        raise SpecError(
+            "spec.maxReplicas: missing; spec.autoscale needs to know how many it may be"
+        )
     default = highest if "maxReplicas" in raw else lowest
     template = _template(_get(raw, "template", dict, None))
     gpus = _gpus(_container(template["spec"]))
@@ -121,6 +131,7 @@ def parse(body: Object) -> TrainingJobSpec:
         template=template,
         slots_per_pod=_int(raw, "slotsPerPod", gpus or 1, 1, 64),
         has_gpus=gpus > 0,
+        autoscale=autoscale,
         suspend=_get(raw, "suspend", bool, False),
         restart_limit=_int(raw, "restartLimit", 20, 0, 1_000_000),
         failure_policy=_failure_policy(raw),
@@ -141,6 +152,11 @@ def parse(body: Object) -> TrainingJobSpec:
         raise SpecError(
             f"spec.slotsPerPod: {spec.slots_per_pod} trainers for the {gpus} GPUs of container "
             f"{TRAINER}; each trainer has one, so leave slotsPerPod out"
+        )
+    if autoscale and not _asks(template["spec"]):
+        raise SpecError(
+            f"spec.template.spec.containers[{TRAINER}].resources.requests: missing; spec.autoscale "
+            "counts by them what fits: give cpu, memory or both"
         )
     try:
         spec.job_spec(name)
@@ -205,6 +221,16 @@ def _gpus(container: Object) -> int:
                 )
             return int(text)
     return 0
+
+
+def _asks(pod: Object) -> bool:
+    """Whether some container asks for something that is counted."""
+    return any(
+        kind in (container.get("resources") or {}).get(where, {})
+        for container in pod["containers"]
+        for where in ("requests", "limits")
+        for kind in ("cpu", "memory", GPU)
+    )
 
 
 def _storage(server: Object) -> Object | None:

@@ -63,7 +63,43 @@ _PLAIN = {
     "saved_path": "savedPath",
     "suspended_s": "suspendedSeconds",
     "pod_failures": "podFailures",
+    "step_s": "stepSeconds",
+    "change_s": "changeSeconds",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscale:
+    """How many pods a job with `autoscale` is to have, and why."""
+
+    replicas: int = 0  # 0: it waits
+    reason: str = ""
+    since: float | None = None  # seconds since 1970; None: nothing was decided yet
+    nodes: Mapping[str, int] = field(default_factory=dict)  # node -> pods, as it was reckoned
+    limit: int | None = None  # for more pods the scheduler has found no node ...
+    limit_until: float | None = None  # ... and is not asked before that
+
+    @classmethod
+    def read(cls, raw: Object) -> Self:
+        return cls(
+            replicas=int(raw.get("replicas") or 0),
+            reason=str(raw.get("reason") or ""),
+            since=seconds(raw.get("since")),
+            nodes={each["name"]: int(each["pods"]) for each in raw.get("nodes") or ()},
+            limit=raw.get("limit"),
+            limit_until=seconds(raw.get("limitUntil")),
+        )
+
+    def write(self) -> dict[str, Any]:
+        """Return it as an object has it; None takes a field away in a merge patch."""
+        return {
+            "replicas": self.replicas,
+            "reason": self.reason,
+            "since": None if self.since is None else time_text(self.since),
+            "nodes": [{"name": name, "pods": pods} for name, pods in sorted(self.nodes.items())],
+            "limit": self.limit,
+            "limitUntil": None if self.limit_until is None else time_text(self.limit_until),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +123,9 @@ class TrainingJobStatus:
     job_state: str = ""  # of the job server
     reason: str = ""
     saved_path: str = ""  # where the last pause or end wrote the state
+    step_s: Mapping[str, float] = field(default_factory=dict)  # pods -> seconds of a step
+    change_s: float = 0.0  # of the pauses of its changes, in the mean
+    autoscale: Autoscale | None = None  # what was decided for it; written by whoever decides
     # The controller's memory, so that another one goes on where it was.
     scaled_at: float | None = None  # when `desired` last changed, or pods last came
     pod_failures: int = 0  # pods that have ended by themselves since it last trained
@@ -123,6 +162,8 @@ class TrainingJobStatus:
         for name, key in _TIMES.items():
             if raw.get(key):
                 found[name] = seconds(raw[key])
+        if isinstance(raw.get("autoscale"), Mapping):
+            found["autoscale"] = Autoscale.read(raw["autoscale"])
         phases = {each.value: each for each in Phase}
         found["phase"] = phases.get(str(raw.get("phase")), Phase.PENDING)
         found["conditions"] = {

@@ -32,6 +32,7 @@ class JobView:
     placed: Mapping[str, int] = field(default_factory=dict)  # node -> trainers; empty: it waits
     nodes: frozenset[str] | None = None  # on which it can run; None: on all
     runs: bool = True  # False: what is placed has not begun, and can be taken back
+    stoppable: bool = True  # False: once it runs it keeps its least
     home: str = ""  # the node that has its state, on which its first trainer has to be; "": any
     priority: int = 0  # the highest goes first
     user: str = ""  # whose share of the slots it has
@@ -274,7 +275,7 @@ class _Pass:
                 continue
             yield other
             self._push(givers, other, self._loss_key, other.min_trainers)
-        lower = [other for other in jobs if other.priority < job.priority]
+        lower = [other for other in jobs if other.priority < job.priority and other.stoppable]
         for other in sorted(lower, key=lambda each: (each.priority, -each.submitted_at)):
             while self._room.count(other.job_id):
                 yield other

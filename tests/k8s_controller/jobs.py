@@ -27,6 +27,13 @@ def training_job(name: str = "digits", **spec: Any) -> dict[str, Any]:
     }
 
 
+def scaled_job(name: str = "digits", cpu: str = "1", **spec: Any) -> dict[str, Any]:
+    """Return one with `autoscale`."""
+    job = training_job(name, autoscale=True, **spec)
+    job["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": cpu}}
+    return job
+
+
 def parsed(**spec: Any) -> TrainingJobSpec:
     return parse(training_job(**spec))
 

@@ -110,6 +110,11 @@ def test_the_example_is_valid_and_nothing_of_it_is_unknown():
         ({"minReplicas": 3}, "replicas is less than minReplicas"),
         ({"replicas": 5}, "replicas is more than maxReplicas"),
         ({"replicas": None, "minReplicas": 5}, "minReplicas is more than maxReplicas"),
+        ({"autoscale": True}, "replicas is the controller's with autoscale"),
+        (
+            {"autoscale": True, "replicas": None, "maxReplicas": None},
+            "autoscale needs maxReplicas",
+        ),
         ({"replicas": 0}, "less than the minimum of 1"),
         ({"standby": 3}, "greater than the maximum of 2"),
         ({"overlap": "maybe"}, "is not one of"),
@@ -151,6 +156,7 @@ def test_a_name_from_which_no_names_of_pods_can_follow_is_refused(name):
     ("change", "is_allowed"),
     [
         ({"replicas": 4}, True), ({"suspend": True}, True),
+        ({"autoscale": True, "replicas": None}, True),
         ({"activeDeadlineSeconds": 60}, True),
         ({"ttlSecondsAfterFinished": 0}, True), ({"cleanPodPolicy": "None"}, True),
         ({"podReadyTimeoutSeconds": 60}, True), ({"minReplicas": 2}, False),

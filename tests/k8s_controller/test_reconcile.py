@@ -26,9 +26,16 @@ from k8s_controller.reconcile import (
     SubmitJob,
     reconcile,
 )
-from k8s_controller.spec import TrainingJobSpec
-from k8s_controller.status import Phase, TrainingJobStatus
-from tests.k8s_controller.jobs import job_status, nodes_of, parsed, pod, server_pod
+from k8s_controller.spec import TrainingJobSpec, parse
+from k8s_controller.status import Autoscale, Phase, TrainingJobStatus
+from tests.k8s_controller.jobs import (
+    job_status,
+    nodes_of,
+    parsed,
+    pod,
+    scaled_job,
+    server_pod,
+)
 
 NOW = 1000.0
 
@@ -277,6 +284,58 @@ def test_a_job_does_not_get_more_pods_than_it_was_begun_with():
     outcome = look(parsed(replicas=4), seen, status)  # maxReplicas was never given
     assert (outcome.steps, outcome.status.desired) == ((), 2)
     assert "begun with at most 2: give maxReplicas" in outcome.notices[0].message
+
+
+def scaled(replicas: int | None, reason: str = "there is room", **status: Any) -> TrainingJobStatus:
+    given = None if replicas is None else Autoscale(replicas=replicas, reason=reason, since=NOW)
+    return TrainingJobStatus(autoscale=given, **status)
+
+
+def test_a_job_with_autoscale_waits_for_a_decision_with_its_server_and_without_pods():
+    spec = parse(scaled_job(minReplicas=2, maxReplicas=4))
+    outcome = look(spec, Observed(), scaled(None))
+    assert outcome.steps == (Prepare(), MakeServer())
+    assert outcome.notices == ()
+    why = "waits: no room for its least, 2"
+    view = ServerView(job=None, nodes={})
+    seen = Observed(server_pod=server_pod(), server=view, prepared=True)
+    outcome = look(spec, seen, replace(outcome.status, autoscale=scaled(0, why).autoscale))
+    assert outcome.steps == ()
+    assert outcome.notices == (Notice("WaitsForRoom", why),)
+    assert outcome.status.phase is Phase.PENDING
+    assert outcome.status.started_at is None, "waiting does not count for its deadline"
+    assert outcome.status.conditions[states.PODS_READY].message == why
+    assert look(spec, seen, outcome.status).notices == (), "it is said once"
+    status = replace(outcome.status, autoscale=scaled(2, "starts").autoscale)
+    outcome = look(spec, seen, status)
+    assert outcome.steps == (MakeTrainer(0), MakeTrainer(1))
+    assert outcome.notices[0] == Notice("Scaling", "from 0 to 2 pods: starts")
+
+
+def test_a_decision_is_followed_and_told_with_its_reason_and_pods_leave_where_it_says():
+    spec = parse(scaled_job(minReplicas=1, maxReplicas=4))
+    pods = [pod(index, node="mmnn"[index]) for index in range(4)]
+    known = scaled(2, "others use m", desired=4, scaled_at=NOW, started_at=NOW)
+    given = known.autoscale
+    assert given is not None
+    known = replace(known, autoscale=replace(given, nodes={"n": 2}))
+    outcome = look(spec, running(spec, pods, most=4), known)
+    closed = {step.node_id for step in outcome.steps if isinstance(step, CloseNode)}
+    assert closed == {pods[0].node_id, pods[1].node_id}
+    assert outcome.notices == (Notice("Scaling", "from 4 to 2 pods: others use m"),)
+    known = replace(known, autoscale=replace(given, nodes={"m": 1, "n": 1}))
+    outcome = look(spec, running(spec, pods, most=4), known)
+    closed = {step.node_id for step in outcome.steps if isinstance(step, CloseNode)}
+    assert closed == {pods[1].node_id, pods[3].node_id}
+
+
+def test_a_suspended_job_with_autoscale_has_its_pods_again_when_they_are_decided_on():
+    spec = parse(scaled_job(minReplicas=1, maxReplicas=4))
+    paused = running(spec, [], state=JobState.PAUSED)
+    known = scaled(0, "spec.suspend is true", desired=0, scaled_at=NOW, started_at=NOW)
+    outcome = look(spec, paused, known)
+    assert outcome.steps == ()
+    assert outcome.status.phase is Phase.PENDING
 
 
 def test_a_status_survives_being_written_and_read():

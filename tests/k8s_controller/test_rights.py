@@ -12,7 +12,7 @@ import pytest
 from tests.k8s_controller.cluster import rbac
 from tests.k8s_controller.cluster.cluster import Cluster
 from tests.k8s_controller.cluster.kinds import Object
-from tests.k8s_controller.jobs import training_job
+from tests.k8s_controller.jobs import scaled_job, training_job
 from tests.k8s_controller.test_manifests import read_all
 from tests.support import ROOT, wait_until
 
@@ -56,7 +56,9 @@ def test_the_controller_has_the_rights_it_needs_and_would_miss_each(tmp_path: Pa
         install(cluster)
         with controller(cluster, tmp_path) as log:
             cluster.apply(training_job(replicas=2, server={"storage": {"size": "1Gi"}}))
+            cluster.apply(scaled_job("scaled", maxReplicas=2))
             wait_until(lambda: trainers(cluster), 40, "pods")
+            wait_until(lambda: ("list", "priorityclasses") in asked(cluster), 40, "a look at all")
             cluster.kubelet.end_pod(*trainers(cluster)[0], code=1)
             wait_until(lambda: ("delete", "pods") in asked(cluster), 40, "another pod")
             wait_until(lambda: ("create", "events") in asked(cluster), 40, "an event")

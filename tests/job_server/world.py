@@ -567,7 +567,8 @@ class World:
         begins = plan.order in (Order.GO, Order.CUT, Order.RESUME)
         if begins and prepared is not None and prepared.key == (plan.stage, plan.attempt):
             if prepared.phase is PodStagePhase.FAILED:
-                return  # it has said so
+                self.tell(pod, plan, ReportKind.FAILED, reason="a trainer died")  # once
+                return
             formed = prepared.plan
             assert not plan.missing_pods or plan.missing_pods in formed.survivable_failures, (
                 "no group was formed without them"

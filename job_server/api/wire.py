@@ -1018,6 +1018,13 @@ class Allotment(Message, frozen=True, kw_only=True):
     nodes: dict[str, Int]  # node -> pods
 
 
+class LossPoint(Message, frozen=True, kw_only=True):
+    """The global training loss at a step."""
+
+    step: Int
+    loss: float
+
+
 class JobStatus(Message, frozen=True, kw_only=True):
     """A job as users see it."""
 
@@ -1052,6 +1059,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     allotment: Allotment | None = None  # None: not a shared job, or nothing is decided yet
     error: FirstError | None = None  # of the last stage that failed; None: none did
     metric_epochs: dict[str, Int] = {}  # as of PodReport  # noqa: RUF012
+    loss_curve: tuple[LossPoint, ...] = ()  # over all steps, evenly thinned; steps rise
 
 
 class JobEvent(Message, frozen=True, kw_only=True):

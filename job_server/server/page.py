@@ -23,6 +23,7 @@ from job_server.sharing.forecast import foresee
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
 REFRESH_S = 3
+CURVE_WIDTH, CURVE_HEIGHT = 400, 60  # of the loss curve, in pixels
 _PASSES = 1000  # times jobs: what a forecast may cost the server, some 30 ms
 _EXPLAINED = 40  # shared jobs; of more, the page has the server's short reasons alone
 
@@ -80,6 +81,7 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
         "wanted": wanted_pods(status),
         "steps": steps_of_total(status),
         "metrics": {name: f"{value:.4g}" for name, value in status.metrics.items()},
+        "curve": _curve_context(status),
         "account": {
             name: duration(seconds)
             for name, seconds in account_parts(status).items()
@@ -94,6 +96,30 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
             {"ago": duration(now - event.at), "stage": event.stage, "text": event.text}
             for event in reversed(events)
         ],
+    }
+
+
+def _curve_context(status: wire.JobStatus) -> dict[str, Any] | None:
+    """Return the loss curve as points of a picture; None: there is no curve yet."""
+    points = status.loss_curve
+    newest = status.metrics.get(wire.TRAIN_LOSS)
+    if points and newest is not None and status.step > points[-1].step:
+        points += (wire.LossPoint(step=status.step, loss=newest),)
+    if len(points) < 2:
+        return None
+    first, last = points[0].step, points[-1].step
+    losses = [point.loss for point in points]
+    low, high = min(losses), max(losses)
+    across = CURVE_WIDTH / (last - first)
+    down = CURVE_HEIGHT / (high - low) if high > low else 0.0
+    return {
+        "width": CURVE_WIDTH,
+        "height": CURVE_HEIGHT,
+        "points": " ".join(
+            f"{(point.step - first) * across:.1f},{(high - point.loss) * down:.1f}"
+            for point in points
+        ),
+        "text": f"{high:.4g} to {low:.4g}, steps {first} to {last}",
     }
 
 

@@ -16,6 +16,7 @@ from job_server.api.wire import (
     FirstError,
     JobSpec,
     JobState,
+    LossPoint,
     Node,
     Order,
     PlanPod,
@@ -264,6 +265,7 @@ class JobProgress:
     total_steps: int | None = None  # None: not known
     metrics: Mapping[str, float] = field(default_factory=dict)
     metric_epochs: Mapping[str, int] = field(default_factory=dict)  # as of PodReport
+    loss_curve: tuple[LossPoint, ...] = ()
     promise: str = ""  # of the training, for people; "": not known
     stepped_at: float | None = None  # when a new step was last reported; None: never
     steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the active stage

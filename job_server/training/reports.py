@@ -14,6 +14,7 @@ from job_server.api.wire import (
     TRAIN_LOSS,
     Attach,
     DesiredState,
+    LossPoint,
     Order,
     PodReport,
     PodStagePhase,
@@ -58,6 +59,7 @@ from job_server.training.pod_exits import kind_of, launcher_exited, leave_slots,
 from job_server.training.work import Work
 
 MAX_ATTEMPTS = 10  # how often a stage may get new ports
+CURVE_POINTS = 100  # at most, of a job's loss curve
 
 _IMPLIED = {  # the report that brings a pod to a phase
     PodStagePhase.READY: ReportKind.READY,
@@ -290,6 +292,7 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         total_steps=progress.total_steps if report.total_steps is None else report.total_steps,
         metrics=_merged(progress.metrics, report),
         metric_epochs=_epochs(progress.metric_epochs, report.metric_epochs),
+        loss_curve=_curve(progress.loss_curve, report) if newer else progress.loss_curve,
         promise=report.promise or progress.promise,
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
@@ -313,6 +316,23 @@ def _merged(before: Mapping[str, float], report: PodReport) -> Mapping[str, floa
 
 def _epochs(before: Mapping[str, int], now: Mapping[str, int] | None) -> Mapping[str, int]:
     return before if now is None else dict([*{**before, **now}.items()][-MAX_METRICS:])
+
+
+def _curve(before: tuple[LossPoint, ...], report: PodReport) -> tuple[LossPoint, ...]:
+    """Add the loss to the curve, which stays short: every second point goes when it is full.
+
+    Steps that are made again replace those of the lost ones.
+    """
+    loss = (report.metrics or {}).get(TRAIN_LOSS)
+    if loss is None:
+        return before
+    points = tuple(point for point in before if point.step < report.step)
+    if len(points) > 1:
+        spacing = (points[-1].step - points[0].step) / (len(points) - 1)
+        if report.step - points[-1].step < 0.9 * spacing:
+            return points
+    points += (LossPoint(step=report.step, loss=float(f"{loss:.5g}")),)
+    return points if len(points) <= CURVE_POINTS else points[::2]
 
 
 def _cut_is_on(work: Work) -> bool:

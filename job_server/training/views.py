@@ -235,6 +235,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         total_steps=progress.total_steps,
         metrics=dict(progress.metrics),
         metric_epochs=dict(progress.metric_epochs),
+        loss_curve=progress.loss_curve,
         failures=job.budget.failures,
         preemptions=job.budget.preemptions,
         resizes=job.resizes,

@@ -63,8 +63,8 @@ class Launchers:
         path = f"/api/v1/jobs/{job_id}/pods/{pod_id}/attach"
         return self.client.post(path, json=wire.encode(attach))
 
-    def report(self, pod_id: str, kind: wire.ReportKind, stage: int, step: int = 0):
-        report = wire.PodReport(kind=kind, stage=stage, step=step, elastic=True)
+    def report(self, pod_id: str, kind: wire.ReportKind, stage: int, step: int = 0, **fields: Any):
+        report = wire.PodReport(kind=kind, stage=stage, step=step, elastic=True, **fields)
         path = f"/api/v1/jobs/digits/pods/{pod_id}/report"
         return self.client.post(path, json=wire.encode(report))
 
@@ -640,6 +640,19 @@ def test_the_page_shows_jobs_stages_events_and_nodes(client):
         assert shown in page.text
     assert 'http-equiv="refresh"' in page.text
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+
+
+def test_the_page_draws_the_training_loss(client):
+    submit(client)
+    launchers = Launchers(client)
+    launchers.train()
+    assert "polyline points" not in client.get("/").text
+    for step, loss in ((10, 4.0), (20, 2.0), (30, 1.0)):
+        metrics = {"train_loss": loss}
+        launchers.report("pod_1_0", wire.ReportKind.PROGRESS, 1, step=step, metrics=metrics)
+    page = client.get("/").text
+    assert '<polyline points="0.0,0.0 200.0,40.0 400.0,60.0"/>' in page
+    assert "train_loss, 4 to 1, steps 10 to 30" in page
 
 
 def test_the_page_without_anything_says_so(client):

@@ -509,6 +509,31 @@ def test_metrics_stay_until_they_are_reported_again_but_for_the_training_loss():
     assert len(shown(**{f"name{number}": 1.0 for number in range(600)})) == 500
 
 
+def test_the_loss_curve_spans_the_training_in_few_points():
+    made = trains(world())
+    begun = made.job.progress.step
+    for step in range(begun + 1, begun + 2001):
+        tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"train_loss": 1 / step})
+    curve = made.status.loss_curve
+    steps = [point.step for point in curve]
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert 50 <= len(steps) <= 100
+    assert (steps[0], begun + 2000 - steps[-1] < 100) == (begun + 1, True)
+    assert max(gaps) <= 3 * min(gaps), "the points are spread evenly"
+    assert all(point.loss == pytest.approx(1 / point.step, rel=1e-4) for point in curve)
+
+
+def test_an_old_report_and_one_without_a_loss_leave_the_curve():
+    made = trains(world())
+    step = made.job.progress.step + 1
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"train_loss": 0.5})
+    curve = made.status.loss_curve
+    assert [point.step for point in curve] == [step]
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step - 1, metrics={"train_loss": 0.7})
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step + 1, metrics={"accuracy": 0.7})
+    assert made.status.loss_curve == curve
+
+
 def test_a_metric_comes_with_the_epochs_that_were_over_when_it_was_logged():
     made = trains(world())
 

@@ -194,7 +194,8 @@ def hung_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
 
 def _hung_launcher_s(cluster: Cluster) -> float:
     beats_s = HUNG_LAUNCHER_HEARTBEATS * cluster.heartbeat_s
-    return max(HUNG_LAUNCHER_S, beats_s) + cluster.late_s
+    many_s = float(len(cluster.nodes))  # many launchers are told to report more rarely
+    return max(HUNG_LAUNCHER_S, beats_s, many_s) + cluster.late_s
 
 
 def _advance_preparing(work: Work) -> None:

@@ -51,6 +51,7 @@ from job_server.training.job import HaltPhase, Job, JobStage, age, same_but_prog
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
+ALIVE_S = 10.0  # a launcher is never silent for longer
 RUNNING = wire.JobState.RUNNING
 
 
@@ -102,6 +103,7 @@ class Launcher:
     refuses: bool = False  # ... but do not, the next time
     left: set[tuple[int, int]] = field(default_factory=set)  # runs that went on as another
     attached_to: int = -1  # which life of the server
+    alive_at: float = 0.0  # when it is to say that it lives, if it has nothing else to say
     told: set[object] = field(default_factory=set)
     outbox: list[Event] = field(default_factory=list)  # in order; a lost message is sent again
     kills_done: set[str] = field(default_factory=set)
@@ -530,6 +532,11 @@ class World:
             run.phase = PodStagePhase.ENDED
         for plan in orders.plans:
             self.follow(pod, launcher, plan)
+        if launcher.outbox:
+            launcher.alive_at = self.now + ALIVE_S
+        elif orders.plans and self.now >= launcher.alive_at:
+            launcher.alive_at = self.now + ALIVE_S
+            self.tell(pod, orders.plans[-1], ReportKind.ALIVE, once=self.now)
 
     def attach(self, sim: SimNode, pod: SimPod, launcher: Launcher) -> Event:
         blank = wire.Attach(

@@ -40,6 +40,7 @@ class Picture:
     changing: frozenset[str]
     now_have: Mapping[str, Autoscale]  # what was decided; of a job that is new here: what it has
     suspended: frozenset[str]
+    may_grow: bool  # False: what is freed just now may be for others, who wait
     unplaced: Mapping[str, str]  # jobs for whose pods there is no node -> what the scheduler says
 
 
@@ -121,9 +122,11 @@ def look(
             held[node] = add(held.get(node, Resources()), times(count, each))
             amount = times(max(min(count, spare), 0), each)
             givable[node] = add(givable.get(node, Resources()), amount)
+    found_rooms, complete = rooms(nodes, claims, held, givable)
     return Picture(
         views=views,
-        nodes=rooms(nodes, claims, held, givable),
+        nodes=found_rooms,
+        may_grow=complete or not changing,
         changing=frozenset(changing),
         now_have={name: job.has for name, job in known.items()},
         suspended=frozenset(name for name, job in known.items() if job.spec.suspend),
@@ -141,6 +144,12 @@ def decide(policy: Policy, seen: Picture, now: float) -> dict[str, Autoscale]:
     for name, allocation in found.items():
         has, view = seen.now_have[name], seen.views[name]
         count, reason = allocation.trainers, allocation.reason
+        if not seen.may_grow and count > has.replicas > 0 and has.since is not None:
+            continue
+        stay = sum(min(pods, view.placed.get(on, 0)) for on, pods in allocation.placed.items())
+        if count == has.replicas and stay < count and view.placed:  # no pod moves by itself
+            count = max(stay, view.min_trainers)
+            reason = "others need room where it has pods; it may have them elsewhere"
         limit, until = has.limit, has.limit_until
         if name in seen.unplaced:
             limit, until = view.max_trainers, now + RETRY_S

@@ -154,8 +154,8 @@ def rooms(
     claims: Iterable[Claim],
     held: Mapping[str, Resources],
     givable: Mapping[str, Resources],
-) -> list[NodeRoom]:
-    """Return the nodes, with the claims as what others use of them.
+) -> tuple[list[NodeRoom], bool]:
+    """Return the nodes, with the claims as what others use of them, and whether all were counted.
 
     A claim that is not scheduled is counted where there is room for it, or would be if jobs gave
     way there, so that they do. One for which no node can make room is left out.
@@ -172,6 +172,7 @@ def rooms(
             foreign[claim.node] = add(foreign[claim.node], claim.needs)
         elif not claim.node:
             waiting.append(claim)
+    complete = True
     for claim in sorted(waiting, key=lambda each: each.needs, reverse=True):
         best = None
         for name in sorted(claim.nodes & foreign.keys()):
@@ -183,12 +184,15 @@ def rooms(
             key = (_fits(left, claim.needs), left)
             if best is None or key > best[0]:
                 best = key, name
-        if best is not None:
+        if best is None:
+            complete = False
+        else:
             foreign[best[1]] = add(foreign[best[1]], claim.needs)
-    return [
+    found = [
         NodeRoom(node_id=name, capacity=has, foreign=foreign[name])
         for name, has in sorted(capacity.items())
     ]
+    return found, complete
 
 
 def _fits(left: Resources, needs: Resources) -> bool:

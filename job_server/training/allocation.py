@@ -64,11 +64,11 @@ def avoid(work: Work, node_id: str, slots: tuple[int, ...], why: str) -> bool:
     Returns:
         False: that is known already, as where a launcher tells it again after it has attached.
     """
-    kept = [each for each in work.job.avoided if work.now < each.until]
+    kept = [each for each in work.job.avoided if work.now < each.ends_at]
     if any((each.node_id, each.slots, each.why) == (node_id, slots, why) for each in kept):
         return False
     held = [each for each in kept if (each.node_id, each.slots) != (node_id, slots)]
-    new = Avoided(node_id=node_id, slots=slots, until=work.now + AVOID_S, why=why)
+    new = Avoided(node_id=node_id, slots=slots, ends_at=work.now + AVOID_S, why=why)
     work.set(avoided=(*held[1 - MAX_AVOIDED :], new))
     shown = counted(len(slots), "slot") if len(slots) > 1 else f"slot {slots[0]}"
     work.note(f"{shown} of node {node_id}: others are used if there are free ones", lasting=False)
@@ -77,7 +77,7 @@ def avoid(work: Work, node_id: str, slots: tuple[int, ...], why: str) -> bool:
 
 def avoided_slots(work: Work) -> dict[str, frozenset[int]]:
     """Return node -> slots that the job uses only where no others are free."""
-    return gather((a.node_id, a.slots) for a in work.job.avoided if work.now < a.until)
+    return gather((a.node_id, a.slots) for a in work.job.avoided if work.now < a.ends_at)
 
 
 def find_movers(work: Work, stay: list[TrainingPod], to_add: Mapping[str, int] | int) -> set[str]:

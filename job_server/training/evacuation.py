@@ -77,7 +77,7 @@ def evict_straggler(work: Work) -> None:
     for each in slow:
         why = f"rank {each.rank} straggled"
         member = next((m for m in stage.members if each.rank in m.pod.ranks), None)
-        if member is None or any(a.why == why and work.now < a.until for a in job.avoided):
+        if member is None or any(a.why == why and work.now < a.ends_at for a in job.avoided):
             continue
         pods = job.known_pods(stage.pod_ids)
         stay = tuple(pod for pod in pods if pod.pod_id != member.pod.pod_id)

@@ -113,7 +113,7 @@ class Avoided:
 
     node_id: str
     slots: tuple[int, ...]
-    until: float
+    ends_at: float
     why: str
 
 

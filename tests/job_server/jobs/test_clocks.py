@@ -14,7 +14,8 @@ from tests.job_server.serving import cpu_node
 
 # Numbers that are no times, and whose names do not end with _s as durations do.
 NUMBERS = {"cpu_percent", "wait_share", "rate_per_s", "per_teacher", "sum_rate", "sum_wait"}
-NUMBERS |= {"sum_rate_squared", "last", "metrics", "steps", "submitted_at"}
+NUMBERS |= {"sum_rate_squared", "last", "metrics", "loss", "steps"}
+NUMBERS |= {"submitted_at"}
 
 
 def float_fields(kind: type, seen: set[type]) -> set[str]:

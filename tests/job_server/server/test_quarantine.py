@@ -147,13 +147,17 @@ def test_a_node_that_is_short_of_memory_gets_no_new_pods_and_keeps_those_it_has(
         load = wire.NodeLoad(memory_used_mb=used_mb, memory_total_mb=64_000)
         service.report_node("node-a", wire.NodeReport(node_id="node-a", load=load))
 
+    def say_for(service: JobService, seconds: int, used_mb: int) -> None:
+        for _second in range(seconds):  # at no moment has the node been silent for long
+            clock.now += 1
+            say(service, used_mb)
+
     with open_service(now=clock) as service:
         service.register(cpu_node())
         say(service, 10_000)
         service.submit(replace(SPEC, pods=1))
         assert len(service.statuses()[0].pods) == 1
-        clock.now += 100
-        say(service, 63_500)
+        say_for(service, 100, 63_500)
         text = "its memory is nearly used up: 0.5 of 64.0 GB were free"
         assert lines(service) == [f"no new pods: {text}"]
         (status,) = service.statuses()
@@ -163,8 +167,7 @@ def test_a_node_that_is_short_of_memory_gets_no_new_pods_and_keeps_those_it_has(
         assert events[-1].text == f"warning: node node-a: {text}; no new pods go there"
         service.submit(replace(SPEC, job_id="other"))
         assert usable(service) == [False, False]
-        clock.now += 100
-        say(service, 20_000)
+        say_for(service, 100, 20_000)
         assert lines(service) == []
         assert usable(service) == [True, True]
         assert service.statuses()[0].warnings == ()

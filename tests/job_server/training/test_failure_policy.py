@@ -298,7 +298,7 @@ def test_the_node_that_has_the_state_is_used_although_something_failed_there():
     made.run_until(JobState.PAUSED)
     assert made.job.ending.saved is not None
     assert (made.job.ending.saved.node_id, made.job.ending.saved.spare) == ("a", True)
-    avoided = Avoided(node_id="a", slots=(0,), until=made.now + 3600, why="a test")
+    avoided = Avoided(node_id="a", slots=(0,), ends_at=made.now + 3600, why="a test")
     made.job = replace(made.job, avoided=(avoided,))
     made.resume()
     trains(made)

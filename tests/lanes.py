@@ -90,16 +90,25 @@ def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:
     return is_own and f"importorskip('{framework}'" in ast.unparse(node)
 
 
-# Folders whose tests take seconds each. They begin first: one that began last would run on while
-# the other workers have nothing left to do. Before all, those whose tests share a training: it is
-# made once as long as no other worker takes over some of them.
+# Files with tests of half a minute and more, then folders whose tests take seconds each. They begin
+# first: one that began last would run on while the other workers have nothing left to do. Of the
+# folders, first those whose tests share a training: it is made once as long as no other worker
+# takes over some of them.
+_LONGEST = (
+    "test_quickstart.py", "test_training.py", "test_search.py", "test_two_nodes.py",
+    "test_taught.py", "test_stack.py", "test_torch.py", "test_shared_jobs.py",
+    "test_epoch_checkpoint.py",
+)  # fmt: skip
 _LONG = ("resnet50", "mnist_distill", "nlp_distill", "scripts", "e2e", "benchmarks", "docker")
 
 
-def order(item: pytest.Item) -> int:
-    """Return a sort key: tests of long folders come first."""
-    folder = item.path.parent.name
-    return _LONG.index(folder) if folder in _LONG else len(_LONG)
+def order(item: pytest.Item) -> tuple[int, int]:
+    """Return a sort key: tests of long files come first, then those of long folders."""
+    file, folder = item.path.name, item.path.parent.name
+    return (
+        _LONGEST.index(file) if file in _LONGEST else len(_LONGEST),
+        _LONG.index(folder) if folder in _LONG else len(_LONG),
+    )
 
 
 class Watch:

@@ -94,6 +94,8 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     if facts.server is ServerSays.ENDED:
         return Act.CLAIM, "has ended, as its server says"
     if found.state is State.PAUSED:
+        if facts.server is ServerSays.FORGOT and _comes_after(found.holder, me):
+            return Act.CLAIM, "was deleted: its server has a newer job of its name"
         return Act.REFUSE, "is paused"
     if facts.server is ServerSays.LIVES:
         return Act.REFUSE, "has not ended, as its server says"
@@ -110,6 +112,12 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     if facts.still_s >= STILL_S:
         return Act.CLAIM, f"is gone: it has not moved its counter for {STILL_S:g} s"
     return Act.WATCH, f"may be alive: watching its counter, for {STILL_S:g} s at most"
+
+
+def _comes_after(other: Holder, me: Holder) -> bool:
+    """Return whether `me` is a later job of the same name at the same server."""
+    is_same = bool(me.job) and (me.job, me.server) == (other.job, other.server)
+    return is_same and me.submitted_at > other.submitted_at > 0
 
 
 def next_record(found: Record | None, me: Holder, *, run_id: str, stage: int) -> Record:

@@ -314,6 +314,34 @@ def test_the_writer_of_a_replaced_training_does_not_try_again_for_ever(training,
     assert owner_of(first).replaced_by
 
 
+@pytest.mark.parametrize(
+    ("me", "says", "act"),
+    [
+        pytest.param(replace(JOB, submitted_at=9.0), ServerSays.FORGOT, Act.CLAIM, id="the next"),
+        pytest.param(
+            replace(JOB, submitted_at=4.0), ServerSays.FORGOT, Act.REFUSE, id="an earlier"
+        ),
+        pytest.param(
+            replace(JOB, job="j2", submitted_at=9.0), ServerSays.FORGOT, Act.REFUSE, id="another"
+        ),
+        pytest.param(
+            replace(JOB, server="http://h:1", submitted_at=9.0),
+            ServerSays.FORGOT,
+            Act.REFUSE,
+            id="of another server",
+        ),
+        pytest.param(
+            replace(JOB, submitted_at=9.0), ServerSays.LIVES, Act.REFUSE, id="both are there"
+        ),
+    ],
+)
+def test_the_place_of_a_paused_job_that_was_deleted_is_its_successors(
+    me: Holder, says: ServerSays, act: Act
+):
+    me = replace(me, id=f"{me.job}@{me.submitted_at}")
+    assert decide(record(JOB, State.PAUSED), me, server(says, DEAD), take_over=False)[0] is act
+
+
 def test_a_paused_training_keeps_its_place_until_it_goes_on_or_is_taken_over(training, time):
     first = training("a")
     run = begin(first)

@@ -103,8 +103,8 @@ class Agent:
         self._link: NodeLink | None = None  # None: not connected yet
         self._draining = ""  # why jobs are to leave this node; "": they may stay
         self._turned_at = time.monotonic()  # when the loop came round last
-        self._thread_id: int | None = None  # of the loop
         self._is_stuck = False  # ... and whether that is long ago
+        self._thread_id: int | None = None  # of the loop
         self._leaving: Departure | None = None  # None: not asked to end
         token_file = config.token_file
         if token_file is None and config.token is not None:
@@ -303,7 +303,7 @@ class Agent:
 
     def _note_reported(self, report: NodeReport, answer: Acknowledgement) -> None:
         leaving = self._leaving
-        if leaving is not None and report.draining == ENDING:
+        if leaving is not None and report.draining:  # for whatever reason: a notice may have come
             leaving.moving, leaving.answered = answer.moving, True
             self._wake.set()
         with self._lock:

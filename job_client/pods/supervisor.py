@@ -322,11 +322,15 @@ class PodSupervisor:
         try:
             work()
         except PodStartError as error:
+            if self._ended.is_set():  # stopped before it began: its folder may be a later pod's
+                return
             self._clean(except_pid=None)
             self._finish(_failed_start(error, self.folder))
         # The outermost loop of this thread: without it the pod's end would never be noticed.
         except Exception as error:
             logger.exception("pod %s: its thread failed", self.spec.pod_id)
+            if self._ended.is_set() and not self._begun:  # as above
+                return
             self._bury(f"the client failed: {error}")
 
     def _start_and_follow(self) -> None:

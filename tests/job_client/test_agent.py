@@ -12,7 +12,7 @@ import pytest
 
 from job_client.agent import EndMode
 from job_client.client_dir import ClientDir
-from job_client.errors import FatalError, SetupError
+from job_client.errors import FatalError, PodStartError, SetupError
 from job_client.pods import folders
 from job_client.pods.supervisor import PodSupervisor
 from job_server.api.errors import Conflict, Unauthorized
@@ -225,6 +225,25 @@ def test_a_client_that_gets_no_thread_for_a_moment_starts_and_ends_its_pods_late
     assert any(refused)
 
 
+def test_a_client_that_gets_no_thread_for_its_figures_goes_on_reporting(
+    start_client, server, monkeypatch
+):
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def start_no_look(thread: threading.Thread) -> None:
+        if thread.name == "disks":
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_look)
+    start_client("sleep 600")
+    wait_until(lambda: len(refused) > 1)  # it is tried again
+    assert server.want_until(PodPhase.RUNNING, pod()).reason == ""
+    assert server.reports[-1].load.disk == ""
+
+
 def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(
     start_client, server, tmp_path
 ):
@@ -349,6 +368,22 @@ def test_a_client_whose_job_cannot_leave_stops_it_as_ever(start_client, server, 
     server.want_until(PodPhase.RUNNING, pod(grace_s=grace_s))
     server.moving = moving
     client.end()
+    assert [p.phase for p in server.reports[-1].pods] == [PodPhase.EXITED]
+
+
+def test_a_notice_that_comes_while_a_client_waits_for_its_jobs_lets_it_hear_the_answers(
+    start_client, server, tmp_path
+):
+    notice = tmp_path / "notice"
+    client = start_client(preemption_notice=f"until test -e {notice}; do sleep 0.05; done")
+    server.want_until(PodPhase.RUNNING, pod(grace_s=600.0))
+    server.moving = True
+    client.agent.end(EndMode.STOP)
+    wait_until(lambda: server.reports[-1].draining)
+    notice.touch()
+    wait_until(lambda: "taken away" in server.reports[-1].draining)
+    server.moving = False  # the jobs have found no other place
+    client.join()
     assert [p.phase for p in server.reports[-1].pods] == [PodPhase.EXITED]
 
 
@@ -568,6 +603,39 @@ def test_a_pod_whose_folder_hangs_gives_its_slots_back_when_it_is_stopped_and_ne
     wait_until(lambda: (tmp_path / "starts").exists())
     wait_until(lambda: "pod pod_0_0" not in {each.name for each in threading.enumerate()})
     assert (tmp_path / "starts").read_text() == "\n"
+
+
+def test_a_stopped_pod_whose_folder_errs_late_leaves_the_next_pod_of_its_name_alone(
+    start_client, server, tmp_path, monkeypatch
+):
+    (tmp_path / "jobs" / "a").mkdir(parents=True)
+    (tmp_path / "jobs" / "a" / "train.sh").write_text("exec sleep 600\n")
+    answers, hanging = threading.Event(), list[threading.Thread]()
+    read = folders.recipe_for
+
+    def recipe_for(config, wanted):  # hangs the first time, and fails then
+        if not hanging:
+            hanging.append(threading.current_thread())
+            answers.wait()
+            raise PodStartError("its train.sh cannot be read")
+        return read(config, wanted)
+
+    monkeypatch.setattr(folders, "recipe_for", recipe_for)
+    start_client(jobs_dir=tmp_path / "jobs", script=None, job_id=None)
+    server.want(pod(folder="a"))
+    try:
+        wait_until(lambda: hanging)
+        server.want_until(PodPhase.EXITED, pod(folder="a", want=DesiredState.HOLD))
+        server.want()
+        wait_until(lambda: server.state("pod_0_0") is None)
+        server.want_until(PodPhase.RUNNING, pod(folder="a"))
+    finally:
+        answers.set()
+    hanging[0].join(60)
+    (exit_file,) = [each.with_name("exit.json") for each in tmp_path.rglob("shim.json")]
+    assert not exit_file.exists()
+    assert len(marked(tmp_path)) == 2  # its shim and its script
+    assert server.state("pod_0_0").phase is PodPhase.RUNNING
 
 
 def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):

@@ -67,9 +67,13 @@ class NodeMeter:
         busy = self._looking is not None and self._looking.is_alive()
         if busy or now < self._looked_at + DISK_EVERY_S:
             return
-        self._looked_at = now
-        self._looking = threading.Thread(target=self._measure_disks, name="disks", daemon=True)
-        self._looking.start()
+        looking = threading.Thread(target=self._measure_disks, name="disks", daemon=True)
+        try:
+            looking.start()
+        except RuntimeError as error:  # no thread is to be had: the next call tries again
+            logger.debug("the disks cannot be looked at: %s", error)
+            return
+        self._looked_at, self._looking = now, looking
 
     def _measure_disks(self) -> None:
         found = []

@@ -39,6 +39,7 @@ from tests.support import wait_until
 _START_S = 120.0
 _END_S = 300.0
 _NAMES = ("one", "two", "three", "four")
+_HEAD = ("seed", "minutes", "jobs", "framework", "step_s")  # options that a replay has as well
 
 
 class Chaos:
@@ -55,8 +56,7 @@ class Chaos:
         self.events: dict[str, list[JobEvent]] = {name: [] for name in cluster.specs}
         self.faults = Faults(cluster, self._undone, self._ended)
         self._log = options.log.open("w")
-        head = {name: getattr(options, name) for name in ("seed", "minutes", "jobs", "framework")}
-        self._write(head)
+        self._write({name: getattr(options, name) for name in _HEAD})
 
     # --- what happens
 
@@ -149,7 +149,7 @@ class Chaos:
             lost = ", ".join(f"{name[:-2]} {s:.0f}" for name, s in parts.items() if s >= 0.5)
             good = ""
             if status.state is JobState.SUCCEEDED:
-                share = checks.goodput(status, status.step, self.cluster.stamps(job_id), wall_s)
+                share = checks.goodput(status, self.cluster.stamps(job_id), wall_s)
                 good = f", goodput {share:.0%}"
             print(
                 f"{job_id}: {status.state.value}, {status.step} steps, "
@@ -277,7 +277,7 @@ def run_chaos(options: argparse.Namespace) -> list[str]:
     return chaos.found
 
 
-def main(argv: Sequence[str]) -> int:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=__doc__.partition("\n")[0]
     )
@@ -293,9 +293,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--histories", type=int, help="so many in virtual time, and nothing else")
     parser.add_argument("--verbose", action="store_true", help="print the log as well")
     options = parser.parse_args(argv)
+    name = f"chaos-{options.seed}"
+    if options.replay is not None:  # what is replayed is not written over
+        name = f"{options.replay.stem}-again"
+    options.log = options.log or Path(f"{name}.jsonl")
+    options.keep = options.keep or Path(name)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything is taken down
-    options.log = options.log or Path(f"chaos-{options.seed}.jsonl")
-    options.keep = options.keep or Path(f"chaos-{options.seed}")
     if options.histories is not None:
         found = run_histories(options.seed, options.histories)
     else:

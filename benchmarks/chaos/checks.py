@@ -67,8 +67,7 @@ def check_pauses(
     Args:
         acted: when we did or undid something (monotonic).
     """
-    times = [float(line.split()[0]) for line in stamps.read_text().splitlines() if " " in line]
-    for begin, end in pairwise(sorted(times)):
+    for begin, end in pairwise(sorted(_times(stamps))):
         if end < begin + _PAUSE_S:
             continue
         low, high = sorted((faults.server_time(begin), faults.server_time(end)))
@@ -145,10 +144,14 @@ def check_processes(cluster: ChaosCluster) -> Iterator[str]:
         yield f"process {process.pid} of a pod is left"
 
 
-def goodput(status: JobStatus, steps: int, stamps: Path, wall_s: float) -> float:
+def goodput(status: JobStatus, stamps: Path, wall_s: float) -> float:
     """Return the share of the time that steps which count would take undisturbed."""
-    times = [float(line.split()[0]) for line in stamps.read_text().splitlines() if " " in line]
-    steps_s = sorted(end - begin for begin, end in pairwise(times) if end > begin)
+    steps_s = sorted(end - begin for begin, end in pairwise(_times(stamps)) if end > begin)
     median_s = steps_s[len(steps_s) // 2] if steps_s else 0.0
     assert status.state is JobState.SUCCEEDED
-    return min(1.0, steps * median_s / wall_s)
+    return min(1.0, status.step * median_s / wall_s)
+
+
+def _times(stamps: Path) -> list[float]:
+    """Return when steps ended (monotonic); the last line may be cut."""
+    return [float(line.split()[0]) for line in stamps.read_text().splitlines() if " " in line]

@@ -357,7 +357,7 @@ class Faults:
         path = files[-1 - action.pick % min(6, len(files))]
         with contextlib.suppress(OSError):
             content = bytearray(path.read_bytes())
-            if content and action.pick % 2:
+            if content and action.pick // 97 % 2:  # whichever job and file it is
                 content[len(content) // 2] ^= 0xFF
                 path.write_bytes(content)
             else:
@@ -368,7 +368,7 @@ class Faults:
         job_id = self._job_id(action)
         self.spoiled.add(job_id)
         stages = sorted(self.cluster.checkpoint(job_id).glob("stage_*"))
-        for path in stages[-1 - action.pick % 2 :]:
+        for path in stages[-1 - action.pick // 97 % 2 :]:
             shutil.rmtree(path, ignore_errors=True)
         return f"delete checkpoints of {job_id}"
 

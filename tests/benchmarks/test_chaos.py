@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import plan
+from benchmarks.chaos.__main__ import parse_args
 from benchmarks.chaos.histories import run_history
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,12 @@ def test_everything_happens_sooner_or_later_in_every_phase():
     assert {action.kind for action in first(50, 1, ("resize",))} == {"resize"}
 
 
+def test_a_replay_does_not_write_over_what_it_replays():
+    assert str(parse_args(["--seed", "7"]).log) == "chaos-7.jsonl"
+    again = parse_args(["--replay", "kept/chaos-7.jsonl"])
+    assert (str(again.log), str(again.keep)) == ("chaos-7-again.jsonl", "chaos-7-again")
+
+
 def test_a_history_that_does_not_hold_is_a_line_with_its_seed(tmp_path, monkeypatch):
     def fail(_story: object) -> None:
         raise AssertionError("lost")
@@ -47,7 +54,7 @@ def test_a_minute_of_chaos_loses_nothing_leaves_nothing_and_is_replayed(tmp_path
     pytest.importorskip(framework)
     log, again = tmp_path / "log", tmp_path / "again"
     chaos = [sys.executable, "-m", "benchmarks.chaos", "--keep", str(tmp_path / "kept"), "--log"]
-    options = ["--minutes", "0.5", "--framework", framework]
+    options = ["--minutes", "0.5", "--framework", framework, "--step_s", "0.04"]
     runs = ([str(log), "--seed", "1", *options], [str(again), "--replay", str(log)])
     for arguments in runs:
         done = subprocess.run(
@@ -56,6 +63,8 @@ def test_a_minute_of_chaos_loses_nothing_leaves_nothing_and_is_replayed(tmp_path
         assert done.returncode == 0, done.stdout + done.stderr
         assert "goodput" in done.stdout
     assert actions_of(again) == actions_of(log)
+    head, head_again = (path.read_text().splitlines()[0] for path in (log, again))
+    assert head == head_again
 
 
 def actions_of(log: Path) -> list[object]:

@@ -367,8 +367,8 @@ class Agent:
         if self._config.keep_folders:
             try:
                 pod_folder.drop_oldest(self._pods_dir, self._config.keep_folders)
-            except OSError as error:  # in use, or the disk is in trouble: tried at the next end
-                logger.warning("a folder of an old pod stays: %s", error)
+            except OSError as error:  # tried at the next end
+                logger.warning("the folders of old pods stay: %s", error)
 
     def _fence(self, pods: dict[PodKey, PodSupervisor], limit_s: float) -> None:
         """Stop all pods: from now on the server may start the same work elsewhere."""

@@ -78,13 +78,20 @@ def release(folder: Path) -> None:
 def drop_oldest(pods_dir: Path, keep: int) -> None:
     """Delete the folders, with their logs, of all but the `keep` pods that were released last.
 
-    One that says where the pod's state was written stays.
+    One that says where the pod's state was written stays, and one that cannot be deleted.
+
+    Raises:
+        OSError: the disk is in trouble.
     """
     marks = [*pods_dir.glob("*/released"), *pods_dir.glob("*/*/released")]
     old = sorted(marks, key=lambda mark: mark.stat().st_mtime)[: max(0, len(marks) - keep)]
     for folder in [mark.parent for mark in old]:
-        if not (folder / "saved.json").exists():
+        if (folder / "saved.json").exists():
+            continue
+        try:
             shutil.rmtree(folder)
+        except OSError as error:  # in use, say: tried at the next pod's end
+            logger.warning("%s: this folder of an old pod stays: %s", folder, error)
 
 
 def find(pods_dir: Path) -> Iterator[tuple[Path, NodePod]]:

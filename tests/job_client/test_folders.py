@@ -1,10 +1,12 @@
 """Which scripts a server may have us run."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from job_client.errors import PodStartError
+from job_client.pods import pod_folder
 from job_client.pods.folders import list_jobs, recipe_for
 from tests.job_client.conftest import pod
 
@@ -67,6 +69,20 @@ def test_a_job_gives_its_args_to_the_script_behind_the_clients_own(jobs_config, 
     assert recipe_for(jobs_config, replace(pod(folder="a"), args=args)).args == args
     single = make_config(script_args=("x",))
     assert recipe_for(single, replace(pod(), args=args)).args == ("x", *args)
+
+
+def test_a_folder_of_an_old_pod_that_cannot_be_deleted_keeps_no_other(tmp_path):
+    pods = tmp_path / "pods"
+    pods.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (pods / "pod_0_0").symlink_to(tmp_path / "elsewhere")  # moved by its user
+    for number in range(4):
+        folder = pods / f"pod_{number}_0"
+        folder.mkdir(exist_ok=True)
+        (folder / "released").touch()
+        os.utime(folder / "released", (number, number))
+    pod_folder.drop_oldest(pods, keep=1)
+    assert sorted(each.name for each in pods.iterdir()) == ["pod_0_0", "pod_3_0"]
 
 
 def test_a_client_with_one_script_runs_no_other(make_config):

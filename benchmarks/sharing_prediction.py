@@ -205,7 +205,7 @@ def main() -> int:
             "predicted_s": predicted[job.job_id],
             "took_s": took[job.job_id],
             "waited_s": over[job.job_id].account.waiting_s,
-            "changes": over[job.job_id].resizes,
+            "changes": max(0, over[job.job_id].stage - 1),
             "redone_steps": over[job.job_id].redone_steps,
         }
         for job in jobs

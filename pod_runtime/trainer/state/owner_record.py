@@ -94,8 +94,8 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     if facts.server is ServerSays.ENDED:
         return Act.CLAIM, "has ended, as its server says"
     if found.state is State.PAUSED:
-        if facts.server is ServerSays.FORGOT and _comes_after(found.holder, me):
-            return Act.CLAIM, "was deleted: its server has a newer job of its name"
+        if facts.server is not ServerSays.LIVES and _follows(found, me):
+            return Act.CLAIM, "was deleted: its server has another job of its name"
         return Act.REFUSE, "is paused"
     if facts.server is ServerSays.LIVES:
         return Act.REFUSE, "has not ended, as its server says"
@@ -114,10 +114,16 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     return Act.WATCH, f"may be alive: watching its counter, for {STILL_S:g} s at most"
 
 
-def _comes_after(other: Holder, me: Holder) -> bool:
-    """Return whether `me` is a later job of the same name at the same server."""
+def _follows(found: Record, me: Holder) -> bool:
+    """Return whether `me` is a later job of the same name at the same server.
+
+    A server has one job of a name. Its clock does not tell which is the later one, as it may have
+    been set back: the record names those who had the folder before.
+    """
+    other = found.holder
     is_same = bool(me.job) and (me.job, me.server) == (other.job, other.server)
-    return is_same and me.submitted_at > other.submitted_at > 0
+    is_known = me.submitted_at > 0 and other.submitted_at > 0
+    return is_same and is_known and me.id not in found.replaced
 
 
 def next_record(found: Record | None, me: Holder, *, run_id: str, stage: int) -> Record:

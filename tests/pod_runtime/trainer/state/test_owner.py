@@ -319,8 +319,16 @@ def test_the_writer_of_a_replaced_training_does_not_try_again_for_ever(training,
     [
         pytest.param(replace(JOB, submitted_at=9.0), ServerSays.FORGOT, Act.CLAIM, id="the next"),
         pytest.param(
-            replace(JOB, submitted_at=4.0), ServerSays.FORGOT, Act.REFUSE, id="an earlier"
+            replace(JOB, submitted_at=9.0), ServerSays.UNKNOWN, Act.CLAIM, id="by a token"
         ),
+        pytest.param(replace(JOB, submitted_at=9.0), ServerSays.AWAY, Act.CLAIM, id="away"),
+        pytest.param(
+            replace(JOB, submitted_at=4.0), ServerSays.FORGOT, Act.CLAIM, id="its clock went back"
+        ),
+        pytest.param(
+            replace(JOB, submitted_at=2.0), ServerSays.FORGOT, Act.REFUSE, id="an earlier"
+        ),
+        pytest.param(replace(JOB, submitted_at=0.0), ServerSays.FORGOT, Act.REFUSE, id="not known"),
         pytest.param(
             replace(JOB, job="j2", submitted_at=9.0), ServerSays.FORGOT, Act.REFUSE, id="another"
         ),
@@ -339,7 +347,8 @@ def test_the_place_of_a_paused_job_that_was_deleted_is_its_successors(
     me: Holder, says: ServerSays, act: Act
 ):
     me = replace(me, id=f"{me.job}@{me.submitted_at}")
-    assert decide(record(JOB, State.PAUSED), me, server(says, DEAD), take_over=False)[0] is act
+    found = record(JOB, State.PAUSED, replaced=("j1@2.0",))
+    assert decide(found, me, server(says, DEAD), take_over=False)[0] is act
 
 
 def test_a_paused_training_keeps_its_place_until_it_goes_on_or_is_taken_over(training, time):

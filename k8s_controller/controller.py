@@ -288,10 +288,10 @@ def _question(step: steps.Step, job: JobSpec) -> Callable[..., object]:
             return lambda api: api.submit(job)
         case steps.SetPods(pods):
             return lambda api: api.resize(job.job_id, pods)
-        case steps.CloseNode(node):
-            return lambda api: api.limit_node(node, 0)
-        case steps.OpenNode(node):
-            return lambda api: api.limit_node(node, None)
+        case steps.CloseNodes((first, *others)):
+            return lambda api: api.limit_node(first, 0, also=others)
+        case steps.OpenNodes((first, *others)):
+            return lambda api: api.limit_node(first, None, also=others)
         case steps.PauseJob():
             return lambda api: api.pause(job.job_id)
         case steps.ResumeJob():

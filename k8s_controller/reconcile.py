@@ -72,15 +72,15 @@ class SetPods:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseNode:
-    """Have the training leave a pod, by a planned change."""
+class CloseNodes:
+    """Have the training leave these pods, by one planned change."""
 
-    node_id: str
+    node_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenNode:
-    node_id: str
+class OpenNodes:
+    node_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ Step = (
     | RemovePod
     | SubmitJob
     | SetPods
-    | CloseNode
-    | OpenNode
+    | CloseNodes
+    | OpenNodes
     | PauseJob
     | ResumeJob
     | StopJob
@@ -392,15 +392,20 @@ class _Pass:
         server = self.seen.server
         if server is None:
             return
+        closing, opening = list[str](), list[str]()
         for pod in self.seen.trainers:
             node = server.nodes.get(pod.node_id)
             if node is None or not node.alive:
                 continue
             if pod in surplus or pod.leaving:
                 if node.limit != 0:
-                    self.steps.append(CloseNode(pod.node_id))
+                    closing.append(pod.node_id)
             elif node.limit is not None:
-                self.steps.append(OpenNode(pod.node_id))
+                opening.append(pod.node_id)
+        if closing:
+            self.steps.append(CloseNodes(tuple(closing)))
+        if opening:
+            self.steps.append(OpenNodes(tuple(opening)))
         self._admit(server, wanted)
         for pod in surplus:
             node = server.nodes.get(pod.node_id)

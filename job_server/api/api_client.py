@@ -6,7 +6,7 @@ An `ApiClient` keeps one connection open and belongs to one thread; give each th
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
@@ -197,14 +197,15 @@ class ApiClient:
         return self._call(routes.LIST_NODES).nodes
 
     def limit_node(
-        self, node_id: str, slots: int | None, *, drain: bool = False
+        self, node_id: str, slots: int | None, *, drain: bool = False, also: Sequence[str] = ()
     ) -> wire.NodeStatus:
         """Let shared jobs have at most so many slots of a node; None: all. NotFound: no such.
 
         Args:
             drain: the pods of all jobs leave the node; `slots` is 0.
+            also: further nodes, limited so at the same time: jobs leave all of them by one change.
         """
-        limit = wire.NodeLimit(slots=slots, drain=drain)
+        limit = wire.NodeLimit(slots=slots, drain=drain, also=tuple(also))
         return self._call(routes.NODE_LIMIT, node_id, body=limit)
 
     def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:

@@ -1122,8 +1122,11 @@ class NodeLimit(Message, frozen=True, kw_only=True):
 
     slots: Int | None
     drain: bool = False  # the pods of all jobs leave, shared or not; `slots` is 0
+    also: tuple[str, ...] = ()  # further nodes, limited so by the same decision: one change
 
     def __post_init__(self) -> None:
+        for node_id in self.also:
+            check_id("also", node_id)
         if self.slots is not None:
             check_range("slots", self.slots, 0, 4096)
         if self.drain and self.slots != 0:

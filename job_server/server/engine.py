@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -640,33 +640,33 @@ class Engine:
             entry.node_pods.pop(node_id, None)
         self.slots_moved = True
 
-    def limit_node(
-        self, node_id: str, slots: int | None, *, drain: bool = False
-    ) -> wire.NodeStatus:
-        """Limit what shared jobs may have of a node; None: no more.
+    def limit_nodes(
+        self, node_ids: Sequence[str], slots: int | None, *, drain: bool = False
+    ) -> None:
+        """Limit what shared jobs may have of each of these nodes, by one decision; None: no more.
 
         Args:
-            drain: the pods of all jobs leave it, and none comes.
+            drain: the pods of all jobs leave them, and none comes.
 
         Raises:
-            NotFound: it is not registered.
+            NotFound: one is not registered; none is limited.
         """
-        known = self.registry.get(node_id)
-        self.store.save_limit(node_id, slots, drain=drain)
+        nodes = [self.registry.get(node_id) for node_id in node_ids]
+        self.store.save_limits(node_ids, slots, drain=drain)
         self.share_wanted = True
-        if drain != known.drained:
-            self.registry.drain(node_id, drain)
-            self.slots_moved = True
-        if slots is None:
-            self.registry.limits.pop(node_id, None)
-        else:
-            self.registry.limits[node_id] = slots
-        logger.info(
-            "node %s: %s may have %s slots",
-            node_id, "all jobs" if drain else "shared jobs", "all" if slots is None else slots,
-        )  # fmt: skip
+        for node_id, known in zip(node_ids, nodes, strict=True):
+            if drain != known.drained:
+                self.registry.drain(node_id, drain)
+                self.slots_moved = True
+            if slots is None:
+                self.registry.limits.pop(node_id, None)
+            else:
+                self.registry.limits[node_id] = slots
+            logger.info(
+                "node %s: %s may have %s slots",
+                node_id, "all jobs" if drain else "shared jobs", "all" if slots is None else slots,
+            )  # fmt: skip
         self.converge()
-        return self.registry.status(known, self.now())
 
     def judge_slots(self, node_id: str) -> None:
         """Enter what follows from what a node's client has just reported of its slots."""

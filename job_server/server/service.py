@@ -439,13 +439,16 @@ class JobService:
         return JsonReply(body=to_json(wire.NodeList(nodes=tuple(self.node_statuses()))))
 
     def limit_node(self, node_id: str, limit: wire.NodeLimit) -> wire.NodeStatus:
-        """Limit what shared jobs may have of a node; return its NodeStatus.
+        """Limit what shared jobs may have of a node, and of others; return its NodeStatus.
 
         Raises:
-            NotFound: the node is not registered.
+            NotFound: one of them is not registered; none is limited.
         """
-        with self.engine.lock:
-            return self.engine.limit_node(node_id, limit.slots, drain=limit.drain)
+        engine = self.engine
+        with engine.lock:
+            nodes = tuple(dict.fromkeys((node_id, *limit.also)))
+            engine.limit_nodes(nodes, limit.slots, drain=limit.drain)
+            return engine.registry.status(engine.registry.get(node_id), self.now())
 
     def order_slot(self, node_id: str, order: wire.SlotOrder) -> wire.NodeStatus:
         """Put a slot in quarantine, or take it back; return its node's NodeStatus.

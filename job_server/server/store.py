@@ -254,19 +254,23 @@ class Store:
         """Return the nodes that an operator has drained."""
         return [str(node_id) for (node_id,) in self._read("SELECT node_id FROM drains")]
 
-    def save_limit(self, node_id: str, slots: int | None, *, drain: bool = False) -> None:
-        """Limit what shared jobs may have of a node; None: no more.
+    def save_limits(
+        self, node_ids: Sequence[str], slots: int | None, *, drain: bool = False
+    ) -> None:
+        """Limit what shared jobs may have of each of these nodes; None: no more.
 
         Args:
-            drain: no job may have anything of it.
+            drain: no job may have anything of them.
         """
+        each = [(node_id,) for node_id in node_ids]
         with self._writing(durable=True) as db:
-            db.execute("DELETE FROM limits WHERE node_id = ?", (node_id,))
-            db.execute("DELETE FROM drains WHERE node_id = ?", (node_id,))
+            db.executemany("DELETE FROM limits WHERE node_id = ?", each)
+            db.executemany("DELETE FROM drains WHERE node_id = ?", each)
             if drain:
-                db.execute("INSERT INTO drains (node_id) VALUES (?)", (node_id,))
+                db.executemany("INSERT INTO drains (node_id) VALUES (?)", each)
             if slots is not None:
-                db.execute("INSERT INTO limits (node_id, slots) VALUES (?, ?)", (node_id, slots))
+                rows = [(node_id, slots) for node_id in node_ids]
+                db.executemany("INSERT INTO limits (node_id, slots) VALUES (?, ?)", rows)
 
     def quarantines(self) -> list[tuple[str, Any]]:
         """Return node and what save_quarantine was given, of each slot; None: it is not JSON."""

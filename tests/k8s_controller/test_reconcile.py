@@ -10,11 +10,11 @@ from job_server.api.wire import JobState, Saved
 from k8s_controller import status as states
 from k8s_controller.observed import ListedPod, Observed, ServerView, TrainingNode
 from k8s_controller.reconcile import (
-    CloseNode,
+    CloseNodes,
     MakeServer,
     MakeTrainer,
     Notice,
-    OpenNode,
+    OpenNodes,
     Outcome,
     PauseJob,
     Prepare,
@@ -112,8 +112,8 @@ def test_pods_that_leave_are_told_first_and_deleted_when_the_training_has_left_t
     spec = parsed(replicas=3, maxReplicas=5)
     pods = [pod(index) for index in range(5)]
     seen = running(spec, pods, most=5)
-    closing = (CloseNode(pods[4].node_id), CloseNode(pods[3].node_id), SetPods(3))
-    assert sorted(map(str, look(spec, seen).steps)) == sorted(map(str, closing))
+    closing = CloseNodes((pods[3].node_id, pods[4].node_id))
+    assert look(spec, seen).steps == (closing, SetPods(3))
     told = with_limits(running(spec, pods, most=3), n3=0, n4=0)
     assert look(spec, told).steps == ()
     left = with_limits(running(spec, pods, used=pods[:4], most=3), n3=0, n4=0)
@@ -133,13 +133,13 @@ def test_a_pod_that_is_drained_gets_a_substitute_at_once():
     spec = parsed(replicas=3)
     pods = [pod(0), pod(1, leaving=True), pod(2)]
     steps = look(spec, running(spec, pods)).steps
-    assert steps == (MakeTrainer(3), CloseNode(pods[1].node_id))
+    assert steps == (MakeTrainer(3), CloseNodes((pods[1].node_id,)))
 
 
 def test_a_pod_that_was_closed_is_opened_when_it_is_wanted_again():
     spec = parsed(replicas=3)
     seen = with_limits(running(spec, [pod(0), pod(1), pod(2)]), n2=0)
-    assert look(spec, seen).steps == (OpenNode(pod(2).node_id),)
+    assert look(spec, seen).steps == (OpenNodes((pod(2).node_id,)),)
 
 
 def test_a_pod_that_ended_is_made_anew_and_more_slowly_each_time():
@@ -320,13 +320,11 @@ def test_a_decision_is_followed_and_told_with_its_reason_and_pods_leave_where_it
     assert given is not None
     known = replace(known, autoscale=replace(given, nodes={"n": 2}))
     outcome = look(spec, running(spec, pods, most=4), known)
-    closed = {step.node_id for step in outcome.steps if isinstance(step, CloseNode)}
-    assert closed == {pods[0].node_id, pods[1].node_id}
+    assert CloseNodes((pods[0].node_id, pods[1].node_id)) in outcome.steps
     assert outcome.notices == (Notice("Scaling", "from 4 to 2 pods: others use m"),)
     known = replace(known, autoscale=replace(given, nodes={"m": 1, "n": 1}))
     outcome = look(spec, running(spec, pods, most=4), known)
-    closed = {step.node_id for step in outcome.steps if isinstance(step, CloseNode)}
-    assert closed == {pods[1].node_id, pods[3].node_id}
+    assert CloseNodes((pods[1].node_id, pods[3].node_id)) in outcome.steps
 
 
 def test_a_suspended_job_with_autoscale_has_its_pods_again_when_they_are_decided_on():

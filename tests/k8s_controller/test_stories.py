@@ -148,10 +148,11 @@ class SimulatedCluster:
             case steps.SetPods(count):
                 assert self.spec.min_replicas <= count <= self.spec.max_replicas
                 server.most = count
-            case steps.CloseNode(node):
-                server.limits[node] = 0
-            case steps.OpenNode(node):
-                server.limits.pop(node, None)
+            case steps.CloseNodes(nodes):
+                server.limits |= dict.fromkeys(nodes, 0)
+            case steps.OpenNodes(nodes):
+                for node in nodes:
+                    server.limits.pop(node, None)
             case steps.PauseJob():
                 server.state, server.stage = JobState.PAUSED, []
             case steps.ResumeJob():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.errors import BadRequest, Conflict
+from job_server.api.errors import BadRequest, Conflict, NotFound
 from job_server.api.wire import JobState, JobStatus, Resize
 from job_server.jobs.events import PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.sharing import decide
@@ -350,6 +350,21 @@ def test_a_limit_of_a_node_takes_trainers_off_it(cluster):
     cluster.service.limit_node("a", wire.NodeLimit(slots=None))
     cluster.run(30)
     assert cluster.sizes() == {"job": 5}
+    no_step_is_lost(cluster, "job")
+
+
+def test_trainers_leave_several_nodes_by_one_change(cluster):
+    cluster.add("job", 1, 5)
+    cluster.run(20)
+    before = cluster.status("job").stage
+    with pytest.raises(NotFound, match="'x'"):
+        cluster.service.limit_node("b", wire.NodeLimit(slots=0, also=("c", "x")))
+    cluster.run(20)
+    assert (cluster.sizes(), cluster.status("job").stage) == ({"job": 5}, before)
+    cluster.service.limit_node("b", wire.NodeLimit(slots=0, also=("c",)))
+    cluster.run(30)
+    assert cluster.status("job").allotment.nodes == {"a": 2}
+    assert cluster.status("job").stage == before + 1
     no_step_is_lost(cluster, "job")
 
 

@@ -43,11 +43,11 @@ def test_limits_of_nodes_outlive_the_server_and_its_version_before(path):
     before.close()
 
     store = Store(path)
-    store.save_limit("node-a", 2)
-    store.save_limit("node-b", 0)
-    store.save_limit("node-c", 1)
-    store.save_limit("node-a", 3)
-    store.save_limit("node-c", None)
+    store.save_limits(["node-a"], 2)
+    store.save_limits(["node-b"], 0)
+    store.save_limits(["node-c"], 1)
+    store.save_limits(["node-a"], 3)
+    store.save_limits(["node-c"], None)
     store.close()
 
     store = Store(path)

@@ -31,6 +31,7 @@ from tests.support import ROOT
 
 _MARK = "KUBELET_POD_UID"  # of every process of a pod
 _TICK_S = 0.02
+_END_S = 30.0  # a process that does not end at SIGKILL is left behind
 _BACK_OFF_S = 1.0  # Kubernetes waits 10 s and more before it starts a container again
 _REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _addresses: dict[tuple[str, str], int] = {}
@@ -520,10 +521,17 @@ class _PodRunner:
     def _kill_rest(self) -> None:
         """Kill all processes of the pod, also those that made a session of their own."""
         mark = f"{_MARK}={self._meta['uid']}".encode()
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError):
-                if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    os.kill(process.pid, signal.SIGKILL)
+        patience = time.monotonic() + _END_S
+        while True:  # one may have been made meanwhile, and a kill takes its time
+            found = False
+            for process in psutil.process_iter():
+                with contextlib.suppress(OSError):
+                    if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                        found = True
+                        os.kill(process.pid, signal.SIGKILL)
+            if not found or time.monotonic() > patience:
+                return
+            time.sleep(0.02)
 
     def _now(self) -> Object:
         try:

@@ -22,6 +22,7 @@ from job_server.server.engine import PROGRESS_WRITE_S
 _PHASE_S = 10.0  # so long a phase is waited for
 _TRAIN_S = 30.0  # so long steps are waited for
 _LOOK_S = 0.2
+_STEP_S = 5.0  # a job that makes no step for so long does not train
 _SUPERVISE_S = 2.0
 _AWAY_S = 20.0  # a second client or server is refused within that
 _SLOW_S = 0.1  # a slow node's processes stand still for so long, then run for as long
@@ -353,6 +354,8 @@ class Faults:
         files = sorted(self.cluster.checkpoint(job_id).glob("stage_*/step_*/*"))
         if not files:
             return "corrupt checkpoint: there is none"
+        if not self._trains(job_id):
+            return f"corrupt checkpoint: {job_id} does not train, so it may be the only copy"
         self.spoiled.add(job_id)
         path = files[-1 - action.pick % min(6, len(files))]
         with contextlib.suppress(OSError):
@@ -364,8 +367,25 @@ class Faults:
                 path.write_bytes(content[: len(content) // 2])
         return f"corrupt {path.relative_to(self.cluster.disk)}"
 
+    def _trains(self, job_id: str) -> bool:
+        """Wait for a step of a job that runs: its state is in its pods' memory then, too."""
+        before = self.cluster.job(job_id)
+        deadline = time.monotonic() + _STEP_S
+        while before is not None and before.state is JobState.RUNNING:
+            now = self.cluster.job(job_id)
+            if now is None or now.state is not JobState.RUNNING:
+                return False
+            if now.step > before.step:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            self.wait(time.monotonic() + _LOOK_S)
+        return False
+
     def _delete_checkpoints(self, action: Action) -> str:
         job_id = self._job_id(action)
+        if not self._trains(job_id):
+            return f"delete checkpoints: {job_id} does not train, so they may be the only copies"
         self.spoiled.add(job_id)
         stages = sorted(self.cluster.checkpoint(job_id).glob("stage_*"))
         for path in stages[-1 - action.pick // 97 % 2 :]:

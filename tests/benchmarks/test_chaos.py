@@ -4,13 +4,18 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.chaos import plan
 from benchmarks.chaos.__main__ import parse_args
+from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.histories import run_history
+from job_server.api.wire import JobState, JobStatus
+from tests.scripts.statuses import status
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +50,42 @@ def test_a_history_that_does_not_hold_is_a_line_with_its_seed(tmp_path, monkeypa
     monkeypatch.setattr("tests.job_server.stories.Story.finish", fail)
     assert run_history(tmp_path, 3).startswith("history 3: AssertionError: lost (fail, ")
     assert list(tmp_path.iterdir()) == []
+
+
+class TrainingCluster:
+    """One job with a checkpoint; each look at it finds what comes next, then the last again."""
+
+    def __init__(self, folder: Path, *looks: JobStatus | None) -> None:
+        self.disk, self.specs, self._looks = folder, {"one": looks}, list(looks)
+        (self.checkpoint("one") / "stage_00000001" / "step_0000000003").mkdir(parents=True)
+
+    def checkpoint(self, job_id: str) -> Path:
+        return self.disk / job_id
+
+    def job(self, job_id: str) -> JobStatus | None:
+        return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_gone"),
+    [
+        pytest.param([status(step=70), status(step=71)], True, id="trains"),
+        pytest.param([status(step=70), status(step=70)], False, id="makes no step"),
+        pytest.param([status(state=JobState.PAUSED)], False, id="is paused"),
+        pytest.param(
+            [status(step=70), status(step=71, state=JobState.RECOVERING)], False, id="recovers"
+        ),
+        pytest.param([None], False, id="its server is away"),
+    ],
+)
+def test_only_checkpoints_of_a_job_that_trains_are_spoiled(looks, is_gone, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.chaos.faults._STEP_S", 0.0)
+    cluster: Any = TrainingCluster(tmp_path, *looks)
+    faults = Faults(cluster, lambda _: None, lambda *_: None)
+    said = faults.do(replace(first(1, 1, ("delete checkpoints",))[0], phase=""))
+    assert (cluster.checkpoint("one") / "stage_00000001").exists() != is_gone
+    assert ("one" in faults.spoiled) == is_gone
+    assert ("does not train" in said) != is_gone
 
 
 @pytest.mark.slow

@@ -607,6 +607,7 @@ class World:
             case Order.END:
                 if run is not None and mine:
                     run.phase = PodStagePhase.ENDED
+                    launcher.done = False  # it exits only by a stage that it is not told to end
                 self.tell(pod, plan, ReportKind.ENDED)
             case Order.START:
                 self.follow_start(pod, launcher, plan)

@@ -336,6 +336,7 @@ class Agent:
         for pod in pods.values():
             pod.keep_folder()
             pod.keep_log_short()
+            pod.wake_shim()
         wait_s = TICK_S if limit_s is None else min(TICK_S, limit_s - silent_s)
         if plan is None:
             return wait_s

@@ -284,13 +284,28 @@ class PodSupervisor:
     def _shim_is_stopped(self) -> bool:
         with self._lock:
             shim = self._shim
-        if shim is None or not shim.is_alive():
+        found = None if shim is None else processes.read(shim.pid)
+        if shim is None or found is None or found.start_time != shim.start_time:
             return False
+        return found.state in "Tt"
+
+    def wake_shim(self) -> None:
+        """Have a shim that was stopped (SIGSTOP) go on once a process of its pod has ended.
+
+        Nobody else tells of a script's end. Beside a pod that runs, its stop is left as it is.
+        """
+        shim = self._shim
+        if shim is None or self._ended.is_set() or not self._shim_is_stopped():
+            return
         try:
-            text = Path(f"/proc/{shim.pid}/stat").read_text()
-        except OSError:  # it has ended
-            return False
-        return text.rpartition(")")[2].split()[0] in ("T", "t")
+            table = processes.read_all()
+        except OSError:  # no descriptor, no memory: at the next look
+            return
+        if any(each.ppid == shim.pid and each.state == "Z" for each in table.values()):
+            logger.warning(
+                "pod %s: its shim was stopped amid its end: it goes on", self.spec.pod_id
+            )
+            processes.send_signal(shim.pid, shim.start_time, signal.SIGCONT)
 
     def keep_folder(self) -> None:
         """Make the folder anew where somebody has deleted it, and have the shim listen there."""

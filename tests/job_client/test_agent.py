@@ -139,6 +139,17 @@ def test_when_a_shim_is_killed_the_rest_of_its_pod_goes_too(start_client, server
     assert marked(tmp_path) == []
 
 
+@pytest.mark.parametrize("left", ["", "setsid sleep 600 &"])
+def test_a_script_that_ends_while_its_shim_is_stopped_is_reported(
+    start_client, server, tmp_path, left
+):
+    start_client(f"{left} until [ -e {tmp_path}/go ]; do sleep 0.02; done; exit 7")
+    server.want_until(PodPhase.RUNNING, pod())
+    os.kill(shim_pid(tmp_path), signal.SIGSTOP)
+    os.mkdir(tmp_path / "go")
+    assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 7
+
+
 @pytest.mark.parametrize("want", [DesiredState.KILL, DesiredState.HOLD])
 def test_a_pod_whose_shim_is_stopped_is_ended_without_it(start_client, server, tmp_path, want):
     start_client("setsid sleep 600 & echo $! > ../child; wait")

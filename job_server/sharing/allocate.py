@@ -101,7 +101,10 @@ def allocate(
                 f"{job.job_id}: expected 1 <= min <= max trainers, got {job.min_trainers} and "
                 f"{job.max_trainers}"
             )
-    needs = [Need(job.job_id, job.each, job.placed, job.user, job.nodes, job.home) for job in jobs]
+    needs = [
+        Need(job.job_id, job.each, job.placed, job.user, job.nodes, job.home, not job.runs)
+        for job in jobs
+    ]
     work = _Pass(policy, jobs, Room(nodes, needs, policy.max_load), now)
     work.repair()
     work.start_waiting()
@@ -139,8 +142,8 @@ class _Pass:
             while room.count(job.job_id) > job.max_trainers:
                 room.give_back(job.job_id)
                 self._say(job, f"has more than its max of {job.max_trainers}")
-            if room.count(job.job_id) < job.min_trainers:  # nodes are gone: it starts again
-                self._stop(job)
+            if room.count(job.job_id) < job.min_trainers or room.is_homeless(job.job_id):
+                self._stop(job)  # nodes are gone: it starts again
         for node_id in room.crowded():
             while self._clear(node_id):
                 pass
@@ -165,12 +168,13 @@ class _Pass:
         """Take a trainer off a node that has too many; False: none, or all are jobs' least."""
         room = self._room
         here = [job for job in self._jobs if room.is_crowding(job.job_id, node_id)]
-        above = [job for job in here if room.count(job.job_id) > job.min_trainers]
+        free = [job for job in here if not room.needs_home(job.job_id, node_id)]
+        above = [job for job in free if room.count(job.job_id) > job.min_trainers]
         for job in sorted(above, key=lambda job: (-room.used(job.user), self._loss_key(job))):
             room.give_back(job.job_id, node_id)
             self._say(job, f"others use {node_id}")
             return True
-        for job in sorted(here, key=lambda job: (job.priority, self._loss_key(job))):
+        for job in sorted(free, key=lambda job: (job.priority, self._loss_key(job))):
             mark = room.mark()
             room.give_back(job.job_id, node_id)
             if room.take(job.job_id):
@@ -237,7 +241,8 @@ class _Pass:
             room.give_back(other.job_id, home or None)
             gave.add(other.job_id)
         for other in self._jobs:
-            if other.job_id in gave and room.count(other.job_id) < other.min_trainers:
+            few = room.count(other.job_id) < other.min_trainers
+            if other.job_id in gave and (few or room.is_homeless(other.job_id)):
                 stopped.add(other.job_id)  # all of it: with fewer it does not run
                 self._stop(other)
         for other in self._jobs:
@@ -267,7 +272,11 @@ class _Pass:
         givers = self._heap(
             jobs,
             self._loss_key,
-            lambda other, n: n > other.min_trainers and (is_due or other.priority <= job.priority),
+            lambda other, n: (
+                n > other.min_trainers
+                and not (home and room.needs_home(other.job_id, home))
+                and (is_due or other.priority <= job.priority)
+            ),
         )
         while givers:
             other = self._pop_giver(givers)

@@ -36,6 +36,7 @@ class Need(NamedTuple):
     user: str = ""
     nodes: frozenset[str] | None = None  # on which it can run; None: on all
     home: str = ""  # on which its first trainer has to be; "": any
+    begins: bool = False  # it has not begun, so one trainer has to stay at home
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class _Held:
     user: str
     nodes: frozenset[str] | None
     home: str
+    begins: bool
     now: dict[str, int] = field(default_factory=dict)
     count: int = 0
 
@@ -90,7 +92,7 @@ class Room:
         self._journal: list[tuple[str, str, int]] = []
         for need in needs:
             self._held[need.job_id] = _Held(
-                need.each, need.placed, need.user, need.nodes, need.home
+                need.each, need.placed, need.user, need.nodes, need.home, need.begins
             )
             self._used.setdefault(need.user, 0)
             for node_id, count in need.placed.items():
@@ -114,6 +116,16 @@ class Room:
         """Return the node on which the job's next trainer has to be; "": any will do."""
         held = self._held[job_id]
         return "" if held.count else held.home
+
+    def needs_home(self, job_id: str, node_id: str) -> bool:
+        """Say whether the job cannot begin without its only trainer on that node."""
+        held = self._held[job_id]
+        return held.begins and held.home == node_id and held.now.get(node_id) == 1
+
+    def is_homeless(self, job_id: str) -> bool:
+        """Say whether the job cannot begin where its trainers are."""
+        held = self._held[job_id]
+        return held.begins and bool(held.home and held.now) and held.home not in held.now
 
     def count_on(self, job_id: str, node_id: str) -> int:
         """Return how many trainers of the job are on a node."""
@@ -176,11 +188,14 @@ class Room:
 
         Args:
             node_id: from there; None: from the node with the fewest of the job, so that those that
-                stay are close together, and of these from the last one.
+                stay are close together, and of these from the last one; from home last.
         """
         now = self._held[job_id].now
         if node_id is None:
-            node_id = min(now, key=lambda each: (now[each], -self._index[each]))
+            node_id = min(
+                now,
+                key=lambda each: (self.needs_home(job_id, each), now[each], -self._index[each]),
+            )
         self._move(job_id, node_id, -1)
 
     def mark(self) -> int:

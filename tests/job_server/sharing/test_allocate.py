@@ -25,10 +25,8 @@ def job(
     each: Resources = ONE,
     **rest: Any,
 ) -> JobView:
-    placed = {node: now} if now else {}
-    return JobView(
-        job_id=name, min_trainers=least, max_trainers=most, placed=placed, each=each, **rest
-    )
+    rest = {"placed": {node: now} if now else {}} | rest
+    return JobView(job_id=name, min_trainers=least, max_trainers=most, each=each, **rest)
 
 
 def cluster(*slots: int) -> list[NodeRoom]:
@@ -320,6 +318,8 @@ def check_properties(
         for each in jobs:
             allowed = (0, *range(each.min_trainers, each.max_trainers + 1))
             assert found[each.job_id].trainers in allowed
+            if each.home and not each.runs and found[each.job_id].trainers:
+                assert each.home in found[each.job_id].placed, each
             assert found[each.job_id].reason
         placed = {name: dict(allocation.placed) for name, allocation in found.items()}
         if placed == before:
@@ -373,10 +373,21 @@ def check_random_clusters(name: str, count: int) -> None:
         rng = random.Random(seed)
         jobs, nodes = random_case(rng, ("",) if seed % 2 else ("", "ada", "ben"))
         policy = POLICIES[name](max_load=rng.choice((1.0, 1.0, 0.8)))
+        if seed % 3 == 0:
+            jobs = [with_home(rng, each, nodes) for each in jobs]
         try:
             check_properties(policy, jobs, nodes, 1000.0)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def with_home(rng: random.Random, job: JobView, nodes: list[NodeRoom]) -> JobView:
+    """Half of the jobs are to begin where their state is."""
+    if rng.random() < 0.5:
+        return job
+    home = rng.choice(nodes).node_id
+    placed = job.placed if home in job.placed else {}
+    return replace(job, home=home, placed=placed, runs=bool(placed) and rng.random() < 0.3)
 
 
 def check_random_users(name: str, count: int) -> None:
@@ -429,3 +440,15 @@ def test_a_job_begins_on_the_node_that_has_its_state_and_others_give_way_there()
     found = allocate(Fulfilment(), [least, job("job", 1, 1, home="n1", priority=1)], nodes, 0.0)
     assert found["job"].placed == {"n1": 1}
     assert found["there"].reason == "stopped for job, whose priority is higher"
+
+
+def test_a_job_that_is_about_to_begin_keeps_its_place_where_its_state_is():
+    nodes = cluster(2, 2, 1)
+    begins = job("begins", 1, 3, placed={"n1": 1, "n0": 2}, home="n1", runs=False, priority=1)
+    other = job("other", 1, 3, each=Resources(slots=2), home="n1", runs=False, user="ada")
+    found = allocate(Goodput(), [begins, other], nodes, 0.0)
+    assert found["begins"].placed == begins.placed
+    assert "the first on n1, which has its state" in found["other"].reason
+    full = [nodes[0], replace(nodes[1], foreign=Resources(slots=2)), nodes[2]]
+    found = allocate(Goodput(), [begins], full, 0.0)
+    assert found["begins"].trainers == 0, "elsewhere it cannot begin"

@@ -99,7 +99,6 @@ def main(argv: list[str] | None = None) -> int:
     probes = serve(metrics, args.probe_address, args.liveness_port)
     logger.info("probes and metrics at port %d", probes.server_address[1])
     namespaces = [each for each in args.namespace if each != "all"]
-    kube = KubeApi()
     election = None
     if not args.no_leader_elect:
         namespace = args.lease_namespace or os.environ.get("POD_NAMESPACE") or "default"
@@ -109,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         if not election.win(stop):
             logger.info("ended")
             return 0
+    kube = KubeApi() if election is None else KubeApi(may_write=election.leads)
     controller = Controller(kube, metrics, args.interval_s)
     policy, interval_s = POLICIES[args.sharing], args.autoscale_interval_s
     scaler = Autoscaler(kube, controller.look_at, metrics, policy, interval_s, namespaces)

@@ -277,6 +277,7 @@ class Controller:
                 self._kube.delete(KIND, namespace, name, job["metadata"]["uid"])
             case _:
                 assert known.link is not None  # these follow from its answer
+                self._kube.check_writing()
                 known.link.ask(_question(step, spec.job_spec(name)))
         self._metrics.count("steps")
 

@@ -2,7 +2,8 @@
 
 Whoever holds it renews it every few seconds. The others watch the counter of its writes with their
 own clocks, so clocks may differ: a Lease that was not written for its time is free. One that ends
-in order gives it back.
+in order gives it back. One that was stopped for a while (SIGSTOP, a machine that slept) writes
+nothing until it has renewed it.
 """
 
 import logging
@@ -33,23 +34,24 @@ class Election:
         self._kube, self._namespace, self._name = kube, namespace, name
         self._identity = identity
         self._seen: tuple[str, float] = ("", 0.0)  # version, and since when it is that
+        self._renewed_at = float("-inf")
 
     def win(self, stop: threading.Event) -> bool:
         """Wait until this one leads; False: it was asked to stop."""
         while not stop.is_set():
-            if self._try():
+            if self._renew():
                 return True
             stop.wait(RETRY_S)
         return False
 
+    def leads(self) -> bool:
+        """Say whether nobody else can lead yet. Thread-safe."""
+        return time.monotonic() < self._renewed_at + RENEW_S + RETRY_S
+
     def keep(self, stop: threading.Event, lost: Callable[[], None]) -> None:
         """Renew until `stop`, then give the Lease back; call `lost` where that fails."""
-        renewed_at = time.monotonic()
         while not stop.wait(RETRY_S):
-            asked_at = time.monotonic()
-            if self._try():
-                renewed_at = asked_at
-            elif time.monotonic() > renewed_at + RENEW_S:
+            if not self._renew() and time.monotonic() > self._renewed_at + RENEW_S:
                 lost()
                 return
 
@@ -62,6 +64,13 @@ class Election:
                 self._kube.replace({**lease, "spec": spec})
         except TROUBLES as error:
             logger.warning("the lease is not given back, it ends by itself: %s", error)
+
+    def _renew(self) -> bool:
+        asked_at = time.monotonic()
+        if self._try():
+            self._renewed_at = asked_at
+            return True
+        return False
 
     def _try(self) -> bool:
         try:

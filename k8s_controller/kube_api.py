@@ -5,7 +5,7 @@ Making what is there and deleting what is not are no errors: whoever was here be
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -58,18 +58,26 @@ class KubeError(Exception):
         self.status, self.reason = status, reason
 
 
+class NotLeadingError(ValueError):
+    """This process may not write now: another controller may lead."""
+
+
 TROUBLES = (KubeError, urllib3.exceptions.HTTPError, ValueError)  # all that a call may raise
 
 
 class KubeApi:
     """One for all threads; each method may raise one of `TROUBLES`."""
 
-    def __init__(self, answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, answer_s: float = ANSWER_S, *, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
         """Connect lazily.
 
         Args:
             answer_s: a call ends after that, with an answer or without.
+            may_write: is asked before each write.
         """
+        self._may_write = may_write
         self._client = kubernetes.client.ApiClient()
         self._timeout = urllib3.Timeout(total=answer_s, connect=min(CONNECT_S, answer_s))
 
@@ -182,6 +190,11 @@ class KubeApi:
             }
         )
 
+    def check_writing(self) -> None:
+        """Raise a NotLeadingError where this process may not write now."""
+        if not self._may_write():
+            raise NotLeadingError("its lease has run out, so this controller writes nothing")
+
     @staticmethod
     def _path(kind: str, namespace: str, name: str | None = None) -> str:
         path = _KINDS[kind].format(quote(namespace))
@@ -202,6 +215,8 @@ class KubeApi:
         for each in config.auth_settings().values():  # it reads a token that is renewed
             headers[each["key"]] = each["value"]
         for wait_s in CONFLICTS_S:
+            if method != "GET":
+                self.check_writing()
             answer = self._client.rest_client.pool_manager.request(
                 method,
                 config.host + path + (f"?{urlencode(query)}" if query else ""),

@@ -17,13 +17,19 @@ from tests.k8s_controller.cluster.kinds import ApiError
 from tests.support import ROOT
 
 
-def start_controller(cluster: Cluster, folder: Path, *args: str) -> subprocess.Popen[bytes]:
-    """Start a controller; what it says is in the folder's `controller.log`."""
+def start_controller(
+    cluster: Cluster, folder: Path, *args: str, elects: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a controller; what it says is in the folder's `controller.log`.
+
+    Args:
+        elects: it acts only while it has the lease.
+    """
     kubeconfig, log = folder / "kubeconfig", folder / "controller.log"
     cluster.api.kubeconfig(kubeconfig)
     command = [
-        sys.executable, "-m", "k8s_controller", "--no_leader_elect", "--liveness_port=0",
-        "--probe_address=127.0.0.1", *args,
+        sys.executable, "-m", "k8s_controller", "--liveness_port=0", "--probe_address=127.0.0.1",
+        *([] if elects else ["--no_leader_elect"]), *args,
     ]  # fmt: skip
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     with log.open("ab") as file:

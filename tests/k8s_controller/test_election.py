@@ -1,7 +1,11 @@
 """Which of several controllers acts."""
 
+import contextlib
+import signal
 import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import kubernetes.client
@@ -9,8 +13,12 @@ import kubernetes.config
 import pytest
 
 from k8s_controller.election import ANSWER_S, LEASE_S, RENEW_S, RETRY_S, Election
-from k8s_controller.kube_api import TROUBLES, KubeApi
+from k8s_controller.kube_api import TROUBLES, KubeApi, NotLeadingError
 from tests.k8s_controller.cluster.api_server import ApiServer
+from tests.k8s_controller.cluster.cluster import Cluster
+from tests.k8s_controller.jobs import training_job
+from tests.k8s_controller.running import LiveJob, start_controller
+from tests.support import ROOT, wait_until
 
 
 @pytest.fixture
@@ -43,6 +51,61 @@ def test_one_that_is_asked_to_stop_does_not_lead(kube, namespace):
     asked = threading.Event()
     asked.set()
     assert not Election(kube, namespace, "edl", "b").win(asked)
+
+
+def test_a_leader_that_slept_writes_nothing_until_it_has_the_lease_again(
+    kube, namespace, monkeypatch
+):
+    first = Election(kube, namespace, "edl", "a")
+    assert not first.leads()
+    assert first.win(threading.Event())
+    guarded = KubeApi(may_write=first.leads)
+    lease = guarded.get("Lease", namespace, "edl")
+    assert lease is not None
+    assert guarded.replace(lease)
+    slept = time.monotonic() + LEASE_S
+    monkeypatch.setattr("k8s_controller.election.time.monotonic", lambda: slept)
+    lease = guarded.get("Lease", namespace, "edl")
+    assert lease is not None
+    with pytest.raises(NotLeadingError, match="its lease has run out"):
+        guarded.replace(lease)
+    assert first.win(threading.Event())
+    assert first.leads()
+
+
+@pytest.mark.timeout(180)
+def test_a_leader_that_is_stopped_and_goes_on_ends_and_makes_nothing_twice(tmp_path: Path):
+    with Cluster(tmp_path / "pods", pretends=True) as cluster, contextlib.ExitStack() as ends:
+        cluster.kubelet.add_node("n1")
+        cluster.apply_file(ROOT / "manifests" / "crd.yaml")
+
+        def start(name: str) -> subprocess.Popen[bytes]:
+            (tmp_path / name).mkdir()
+            process = start_controller(cluster, tmp_path / name, "--interval_s=0.3", elects=True)
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        def leads(name: str) -> bool:
+            return "this one leads" in (tmp_path / name / "controller.log").read_text()
+
+        def pods() -> set[str]:
+            found = cluster.store.all("Pod", "default")
+            return {str(pod["metadata"]["uid"]) for pod in found}
+
+        first = start("first")
+        wait_until(lambda: leads("first"), 40)
+        live = LiveJob(cluster, training_job(replicas=2, maxReplicas=3))
+        wait_until(lambda: len(live.pods()) == 2, 40)
+        first.send_signal(signal.SIGSTOP)
+        start("second")
+        live.change(replicas=3)
+        wait_until(lambda: leads("second") and len(live.pods()) == 3, 60)
+        known = pods()
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(30) == 1
+        assert "the lease is lost" in (tmp_path / "first" / "controller.log").read_text()
+        assert pods() == known
 
 
 def test_a_leader_lets_go_in_time_where_the_api_server_hangs(monkeypatch):

@@ -94,7 +94,7 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     if facts.server is ServerSays.ENDED:
         return Act.CLAIM, "has ended, as its server says"
     if found.state is State.PAUSED:
-        if facts.server is not ServerSays.LIVES and _follows(found, me):
+        if facts.server is not ServerSays.LIVES and _follows(found, me, facts):
             return Act.CLAIM, "was deleted: its server has another job of its name"
         return Act.REFUSE, "is paused"
     if facts.server is ServerSays.LIVES:
@@ -114,7 +114,7 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     return Act.WATCH, f"may be alive: watching its counter, for {STILL_S:g} s at most"
 
 
-def _follows(found: Record, me: Holder) -> bool:
+def _follows(found: Record, me: Holder, facts: Facts) -> bool:
     """Return whether `me` is a later job of the same name at the same server.
 
     A server has one job of a name. Its clock does not tell which is the later one, as it may have
@@ -122,6 +122,8 @@ def _follows(found: Record, me: Holder) -> bool:
     """
     other = found.holder
     is_same = bool(me.job) and (me.job, me.server) == (other.job, other.server)
+    if facts.server_is_local:  # each machine has a server of this URL
+        is_same = is_same and me.host == other.host
     is_known = me.submitted_at > 0 and other.submitted_at > 0
     return is_same and is_known and me.id not in found.replaced
 

@@ -235,6 +235,7 @@ class FakeLauncher:
         self.script = SCRIPTS / script
         self.min_trainers = 0  # 0: not told
         self.max_trainers = max_trainers
+        self.job_id = "job"
         self.submitted_at = 1.0  # of the job
         self.take_over = False
         self.segments: dict[int, list[int]] = {}  # stage -> descriptors
@@ -390,7 +391,7 @@ class FakeLauncher:
         world_size = len(nodes)
         pod_id = f"pod_0_{number}"
         pod_env = PodEnv(
-            job_server="http://127.0.0.1:1", job_id="job", pod_id=pod_id,
+            job_server="http://127.0.0.1:1", job_id=self.job_id, pod_id=pod_id,
             pod_dir=self.folder, node_id="node", run_marker="test", slots=tuple(range(world_size)),
             slot_kind=SlotKind.CPU, max_trainers=self.max_trainers, grace_s=1.0,
         )  # fmt: skip
@@ -410,7 +411,7 @@ class FakeLauncher:
         if restore_from is not None:
             restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=(pod_id,))
         plan = StagePlan(
-            job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=pods,
+            job_id=self.job_id, stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=pods,
             master=f"127.0.0.1:{port}", restore_from=restore, max_trainers=self.max_trainers,
             min_trainers=self.min_trainers,
             submitted_at=self.submitted_at, take_over=self.take_over,

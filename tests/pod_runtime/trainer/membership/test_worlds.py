@@ -292,14 +292,14 @@ def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path
 
     # The job keeps its place while it is paused, unless another one is told to replace it.
     refused = launch("counting.py", 2, "refused")
-    refused.submitted_at = 2.0
+    refused.job_id, refused.submitted_at = "another", 2.0
     stage = refused.start(1, *out(refused, *more))  # its number is too low as well
     assert stage.codes() == [1]
-    assert "which is paused; this is job job of " in stage.logs()
+    assert "which is paused; this is job another of " in stage.logs()
 
     # A job that begins its numbers anew is told so, instead of writing behind what is there.
     other = launch("counting.py", 2, "other")
-    other.submitted_at, other.take_over = 3.0, True
+    other.job_id, other.submitted_at, other.take_over = "other", 3.0, True
     stage = other.start(1, *out(other, *more), number=1)
     wait_until(lambda: stage.trainers[0].words("stage_too_low"), 60, stage.logs())
     assert stage.trainers[0].words("stage_too_low")[0]["highest_stage"] == 1

@@ -339,6 +339,12 @@ def test_the_writer_of_a_replaced_training_does_not_try_again_for_ever(training,
             id="of another server",
         ),
         pytest.param(
+            replace(JOB, host="h", submitted_at=9.0),
+            ServerSays.FORGOT,
+            Act.REFUSE,
+            id="of another machine's 127.0.0.1",
+        ),
+        pytest.param(
             replace(JOB, submitted_at=9.0), ServerSays.LIVES, Act.REFUSE, id="both are there"
         ),
     ],

@@ -115,7 +115,8 @@ def test_killing_each_kind_of_process_loses_no_sample(
         pytest.param(
             "auto", Way.REPLACE, (2, 3, 1, 3, 2, 1), id="replace, long", marks=pytest.mark.slow
         ),
-        pytest.param("join", Way.JOIN, (3, 1, 2), id="join"),
+        # The short form: a trainer comes, and leaves, by join in test_join.py.
+        pytest.param("join", Way.JOIN, (3, 1, 2), id="join", marks=pytest.mark.slow),
     ],
 )
 def test_planned_changes_redo_no_step_and_count_every_sample_once(

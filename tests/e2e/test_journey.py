@@ -70,7 +70,8 @@ def test_a_whole_stack_that_is_stopped_leaves_its_newest_step_and_goes_on_from_t
     ("overlap", "moment"),
     [  # the two that last for seconds; a cut by replace is over before it can be seen from outside
         ("on", JobState.PREPARING),
-        ("off", JobState.CUTTING_OVER),
+        # Without processes: a server that comes back in a cut, in test_stages_recovery.py.
+        pytest.param("off", JobState.CUTTING_OVER, marks=pytest.mark.slow),
     ],
 )
 def test_a_server_killed_in_the_middle_of_a_change_finishes_it(

@@ -145,10 +145,11 @@ def test_a_node_joins_dies_returns_and_is_cut_off_and_every_sample_counts_once(
     finish(two_nodes, rank0=1)
 
 
+# The short forms: a node that is cut off and comes back, above; a standby without a lost pod, in
+# test_standby.py; a frozen peer, in the trainers' test_worlds.py.
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "standby", [pytest.param(0, id="no_standby", marks=pytest.mark.slow), pytest.param(2)]
-)
+@pytest.mark.parametrize("standby", [pytest.param(0, id="no_standby"), pytest.param(2)])
 def test_a_node_that_is_frozen_and_thawed_makes_no_second_world(
     two_nodes: Nodes, standby: int
 ) -> None:

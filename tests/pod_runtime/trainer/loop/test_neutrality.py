@@ -314,7 +314,9 @@ def test_shares_train_what_distributed_data_parallel_trains(launch):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]
+    "script",
+    # What is PyTorch's own in it, its models' layers, is a table in test_measure.py.
+    ["towers.py", pytest.param("towers_torch.py", marks=[needs_torch, pytest.mark.slow])],
 )
 def test_the_number_of_shards_is_measured_at_a_fresh_start_and_nothing_of_that_counts(
     launch, script: str

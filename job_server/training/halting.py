@@ -11,6 +11,7 @@ from dataclasses import replace
 from job_server.api.text import duration
 from job_server.api.wire import (
     Order,
+    PodPhase,
     PodStagePhase,
     RestoreFrom,
     Save,
@@ -377,6 +378,8 @@ def _after_end(work: Work) -> None:
         if _writable(work) is not None:
             _to(work, HaltPhase.SAVE)
             return
+        if (unheard := _unheard(work)) and _keeps(work, unheard):
+            return
         if (left := unsaved(work.job)) is not None:
             work.note(
                 f"step {left.step} is on nodes whose job clients are of a version that writes no "
@@ -385,6 +388,49 @@ def _after_end(work: Work) -> None:
     _to(work, HaltPhase.RELEASE)
     for pod in work.job.pods:
         work.release(pod.pod_id)
+
+
+def _unheard(work: Work) -> list[TrainingPod]:
+    """Return the pods that may hold the newest state though none was ever heard of: a node may be
+    cut off before its first report of a snapshot.
+    """
+    job = work.job
+    stage, saved = job.active, job.ending.saved
+    if stage is None or not stage.committed or not job.elastic or job.done:
+        return []
+    if saved is not None and saved.stage >= stage.stage:
+        return []
+    ended = (None, PodPhase.EXITED)  # the client says then what is held
+    return [pod for pod in job.known_pods(stage.pod_ids) if pod.phase not in ended]
+
+
+def _keeps(work: Work, unheard: list[TrainingPod]) -> bool:
+    """Wait until clients say what these pods hold; return whether the job waits, or goes on."""
+    job, held = work.job, work.job.halt
+    assert held is not None
+    silent = [pod for pod in unheard if work.now >= client_silent_at(job, pod, work.cluster)]
+    names = ", ".join(sorted({pod.site.node_id for pod in silent}))
+    why = f"the newest state may be on {names}, which cannot be reached"
+    if silent and _goes_on(job):
+        _call_off(work, why)
+        return True
+    since = work.now if held.kept_since is None else held.kept_since
+    keep_s = job.spec.keep_failed_s
+    if silent and work.now >= since + keep_s:
+        work.note(f"{names} did not answer for {duration(keep_s)}")
+        return False
+    if not silent and work.now >= halt_deadline(job, held):
+        return False
+    for pod in job.pods:
+        if not pod.leaving:
+            let_go(work, pod.pod_id, holds=pod in unheard or None)
+    if silent and held.kept_since is None:
+        work.set(halt=replace(held, kept_since=since))
+        work.note(
+            f"{why}; waiting for {duration(keep_s)} at most; "
+            f"`edl stop {job.spec.job_id} --discard` gives it up"
+        )
+    return True
 
 
 def _await_release(work: Work, *, late: bool) -> None:

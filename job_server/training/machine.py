@@ -334,6 +334,8 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield from (at for at in (end_deadline(job, stage), crash_deadline(stage)) if at)
     if job.halt is not None and job.halt.phase is not HaltPhase.DONE:
         yield halt_deadline(job, job.halt)
+        if job.halt.kept_since is not None:
+            yield job.halt.kept_since + job.spec.keep_failed_s
     if job.halt is not None and job.halt.phase is HaltPhase.SAVE:
         yield from (save_deadline(job, job.halt), job.halt.since + SAVE_STALL_S)
         yield job.halt.again_at or 0.0

@@ -499,6 +499,53 @@ def test_a_state_that_its_launcher_could_not_report_any_more_is_known_from_the_c
     goes_on_from(made, step)
 
 
+def unheard(made: World) -> World:
+    """Cut both nodes off once the loop is known and before a snapshot of the stage is reported."""
+    made.has_path = False
+    made.run_until(JobState.RUNNING)
+    while made.job.progress.step < 1:
+        made.round()
+    made.cut_off()
+    made.rounds(4)
+    assert made.job.elastic
+    assert not made.job.progress.snapshots
+    return made
+
+
+def test_a_stop_waits_for_nodes_whose_state_it_has_not_heard_of():
+    made = unheard(world(slots=1, prepare_timeout_s=5.0))
+    made.ask(StopAsked())
+    made.rounds(100)
+    assert made.job.state is JobState.STOPPING
+    assert "may be on a, b, which cannot be reached; waiting for" in "\n".join(made.reasons)
+    step = newest(made)
+    made.reconnect()
+    made.run_until(STOPPED)
+    assert made.job.ending.saved is not None
+    assert made.job.ending.saved.step >= step
+
+
+@pytest.mark.parametrize("ended_by", ["time", "discard"])
+def test_nodes_that_do_not_come_back_are_waited_for_until_the_time_or_a_user_says_so(ended_by):
+    made = unheard(world(slots=1, prepare_timeout_s=5.0, keep_failed_s=60.0))
+    made.ask(StopAsked())
+    made.rounds(60)
+    assert made.job.state is JobState.STOPPING
+    if ended_by == "discard":
+        made.ask(StopAsked(discard=True))
+    made.rounds(20 if ended_by == "discard" else 240)
+    assert made.job.state is STOPPED
+
+
+def test_a_pause_is_called_off_while_nodes_may_hold_a_state_that_it_has_not_heard_of():
+    made = unheard(world(slots=1, prepare_timeout_s=5.0))
+    step = newest(made)
+    made.pause()
+    made.rounds(60)
+    assert any("not paused: " in line for line in made.reasons)
+    goes_on_from(made, step)
+
+
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
     made.pause()

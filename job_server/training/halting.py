@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import (
+    DesiredState,
     Order,
     PodPhase,
     PodStagePhase,
@@ -396,12 +397,17 @@ def _unheard(work: Work) -> list[TrainingPod]:
     """
     job = work.job
     stage, saved = job.active, job.ending.saved
-    if stage is None or not stage.committed or not job.elastic or job.done:
+    trained = stage.pod_ids if stage is not None and stage.committed else ()
+    is_saved = saved is not None and (stage is None or saved.stage >= stage.stage)
+    if is_saved or job.done or not job.elastic:
         return []
-    if saved is not None and saved.stage >= stage.stage:
-        return []
-    ended = (None, PodPhase.EXITED)  # the client says then what is held
-    return [pod for pod in job.known_pods(stage.pod_ids) if pod.phase not in ended]
+    return [
+        pod
+        for pod in job.pods
+        if not pod.released
+        and pod.phase not in (None, PodPhase.EXITED)  # then its client says what it holds
+        and (pod.pod_id in trained or pod.desired is DesiredState.HOLD)
+    ]
 
 
 def _keeps(work: Work, unheard: list[TrainingPod]) -> bool:
@@ -416,20 +422,20 @@ def _keeps(work: Work, unheard: list[TrainingPod]) -> bool:
         return True
     since = work.now if held.kept_since is None else held.kept_since
     keep_s = job.spec.keep_failed_s
-    if silent and work.now >= since + keep_s:
-        work.note(f"{names} did not answer for {duration(keep_s)}")
-        return False
-    if not silent and work.now >= halt_deadline(job, held):
+    if work.now >= since + keep_s:
+        nodes = ", ".join(sorted({pod.site.node_id for pod in unheard}))
+        work.note(f"{nodes} did not say within {duration(keep_s)} what the pods hold")
         return False
     for pod in job.pods:
         if not pod.leaving:
             let_go(work, pod.pod_id, holds=pod in unheard or None)
-    if silent and held.kept_since is None:
-        work.set(halt=replace(held, kept_since=since))
+    if silent and not held.why_not:
         work.note(
             f"{why}; waiting for {duration(keep_s)} at most; "
             f"`edl stop {job.spec.job_id} --discard` gives it up"
         )
+    why_not = why if silent else held.why_not
+    work.set(halt=replace(work.job.halt or held, kept_since=since, why_not=why_not))
     return True
 
 

@@ -32,7 +32,10 @@ def test_every_job_comes_to_its_end_and_none_loses_its_newest_state(seed, length
     ("seed", "length"),
     [
         *((seed, 40) for seed in range(20)),
-        *((seed, 50) for seed in (20003686, 20007106, 30000257, 30007830, 30008259)),
+        *(
+            (seed, 50)
+            for seed in (20003686, 20007106, 30000257, 30007830, 30008259, 40001282, 40001820)
+        ),
     ],
 )
 def test_the_same_holds_with_clocks_that_are_set_full_nodes_and_strangers(seed, length, tmp_path):

@@ -56,8 +56,10 @@ class _Candidate:
     @property
     def has(self) -> Autoscale:
         known = self.status.autoscale or Autoscale()
-        if known.replicas or self.spec.suspend:
-            return known
+        if known.since is not None or self.spec.suspend:
+            return (
+                known  # pods of one that was suspended may be there still: they count for nothing
+            )
         return replace(known, replicas=len(self.pods))
 
 

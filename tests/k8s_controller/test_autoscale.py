@@ -203,6 +203,16 @@ def test_a_suspended_job_gives_up_its_number_and_waits_when_it_goes_on():
     assert decided([paused], pods_of("a", n=4), [node("n")]) == {}
 
 
+@pytest.mark.parametrize(("least", "there"), [(1, 4), (1, 2), (3, 2)])
+def test_a_job_that_goes_on_before_its_pods_have_gone_has_a_number_again_at_once(
+    least: int, there: int
+):
+    resumed = job("a", least, 4, has=4, at=NOW - 1)
+    resumed["status"] |= {"phase": "Pending", "trainingReplicas": 0}
+    resumed["status"]["autoscale"] = Autoscale(replicas=0, since=NOW - 1).write()
+    assert decided([resumed], pods_of("a", n=there), [node("n")])["a"][0] == 4
+
+
 def test_a_job_that_is_switched_to_autoscale_keeps_what_it_has_until_there_is_a_reason():
     switched = job("a", 1, 4, has=2)
     del switched["status"]["autoscale"]

@@ -215,6 +215,7 @@ def found_in(patterns: tuple[str, ...], lines: tuple[str, ...]) -> bool:
 def _check_pattern(field: str, pattern: str) -> None:
     """Refuse what is no regular expression, or could take minutes to be looked for."""
     try:
+        re.compile(pattern, re.IGNORECASE)  # which refuses more than the parser does
         ways = _ways(importlib.import_module("re._parser").parse(pattern, re.IGNORECASE))
     except (re.error, RecursionError, OverflowError) as error:
         raise WireError(f"{field}: {pattern[:60]!r} is no regular expression: {error}") from None
@@ -244,6 +245,6 @@ def _ways(parsed: Any) -> int:
             case "ATOMIC_GROUP":
                 ways *= _ways(about)
             case "GROUPREF_EXISTS":
-                ways *= max(_ways(each) for each in about[1:] if each)
+                ways *= max(_ways(each) for each in about[1:] if each is not None)
         ways = min(ways, 10 * _MAX_WAYS)
     return ways

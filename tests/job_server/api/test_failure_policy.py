@@ -57,6 +57,10 @@ def test_a_single_value_stands_for_a_list():
         ("- {signal: 9, then: fail}", "rule 1: signal[0]: expected"),
         ("- {errno: NOSPACE, then: fail}", "rule 1: errno: 'NOSPACE' is none; give a name such as"),
         ("- {text: '(', then: fail}", "rule 1: text: '(' is no regular expression: missing )"),
+        (
+            "- {text: '(?<=lr .*)nan', then: fail}",
+            "rule 1: text: '(?<=lr .*)nan' is no regular expression: look-behind requires fixed",
+        ),
         ("- {log: '(a+)+b', then: fail}", "rule 1: log: '(a+)+b' matches in too many ways; use"),
         ("- {log: '', then: fail}", "rule 1: log: '' matches in too many ways"),
         (
@@ -89,7 +93,15 @@ def test_a_pattern_that_could_keep_the_server_busy_for_minutes_is_refused(patter
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a.*b(c|d)?", r"(\d{1,3}\.){3}\d", "^Bus error$", "(?i)no(t| such) (file|folder)", "a?b+"],
+    [
+        "a.*b(c|d)?",
+        r"(\d{1,3}\.){3}\d",
+        "^Bus error$",
+        "(?i)no(t| such) (file|folder)",
+        "a?b+",
+        "(a)?b(?(1)|c)",
+        "(a)?b(?(1))",
+    ],
 )
 def test_an_ordinary_pattern_is_taken(pattern):
     FailureRule(then=Then.FAIL, log=(pattern,))

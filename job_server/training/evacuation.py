@@ -36,12 +36,13 @@ def evacuate(work: Work) -> None:
     if not job.elastic:
         _stay(work, f"{_why(work, bad)}; its pod stays, as a change would start the job afresh")
         return
-    if _kill(work, stage, bad) or job.spec.share:
+    on_the_move = job.preparing is not None and not job.preparing.standby and bool(job.moving)
+    if _kill(work, stage, bad, all_=job.evacuations > 0 and not on_the_move) or job.spec.share:
         return
     leave = {member.pod.pod_id for member in bad}
     stay = tuple(pod for pod in job.known_pods(stage.pod_ids) if pod.pod_id not in leave)
-    if job.preparing is not None and not job.preparing.standby and job.moving:
-        return  # they are on the move
+    if on_the_move:
+        return
     sites = find_sites(work, job.target - len(stay))
     if len(stay) + len(sites) < max(1, job.spec.min_pods):
         _stay(work, f"{_why(work, bad)}; its pod stays, as there is no other place for it")
@@ -182,14 +183,18 @@ def _hands_on(
     return bool(stay) or any(site.node_id in held for site in sites)
 
 
-def _kill(work: Work, stage: JobStage, bad: list[StagePod]) -> bool:
-    """Kill the trainers that cannot go on; return whether there are any."""
+def _kill(work: Work, stage: JobStage, bad: list[StagePod], *, all_: bool) -> bool:
+    """Kill the trainers that cannot go on; return whether there are any.
+
+    Args:
+        all_: also those that could go on: a planned change did not come about.
+    """
     ranks = []
     for member in bad:
         slots = slots_in_quarantine(work.cluster, member.pod)
         for slot, rank in zip(member.pod.slots, member.pod.ranks, strict=True):
             found = slots.get(slot)
-            if found and not found.drained and (found.ends_trainers or work.job.evacuations):
+            if found and not found.drained and (found.ends_trainers or all_):
                 ranks.append(rank)
     known = {rank for _, rank in stage.kill_ranks}
     for rank in ranks:

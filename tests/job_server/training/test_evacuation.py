@@ -52,8 +52,18 @@ def test_who_can_go_on_leaves_without_a_step_lost():
     made = eight()
     quarantine(made, 5, fatal=False)
     until(made, lambda: len(slots_in_use(made)) == 7)
+    assert made.job.kills == 0, made.reasons
+    assert not any("is over" in reason for reason in made.reasons)
     assert [record.way for record in made.job.records][-1] is Way.REPLACE
     assert sum(record.redone_steps for record in made.job.records) == 0
+
+
+def test_who_could_go_on_is_ended_where_the_planned_change_did_not_come_about():
+    made = trains(world(nodes=1, slots=3, total_steps=4000, pods=2))
+    made.script_fails = 1  # of the pod that is to come
+    quarantine(made, 0, fatal=False)
+    until(made, lambda: slots_in_use(made) == [1, 2] and trains_now(made))
+    assert made.job.kills == 1
 
 
 def test_where_another_slot_is_free_the_job_keeps_its_number_of_pods():

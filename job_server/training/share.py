@@ -130,7 +130,8 @@ def follow(work: Work) -> None:
         _stay(work, "its trainers have not called the elastic loop: a change starts them afresh")
         return
     if not stay:  # no trainer that stays could hand the state on
-        stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
+        if not is_refused(job, work.now):
+            stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
         return
     sites = find_sites_on(work, missing)
     if len(sites) < sum(missing.values()) and work.now < patience_deadline(job):

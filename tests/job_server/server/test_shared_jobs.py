@@ -146,6 +146,27 @@ def test_a_job_whose_state_cannot_be_written_is_not_stopped_and_the_other_one_wa
     no_step_is_lost(cluster, "low")
 
 
+@pytest.mark.parametrize("how", ["drained", "in quarantine"])
+def test_a_job_that_is_to_leave_its_node_and_cannot_be_written_is_left_alone_for_a_while(
+    cluster, how
+):
+    for name in ("b", "c"):
+        cluster.service.limit_node(name, wire.NodeLimit(slots=0))
+    cluster.add("stays", 1, 2)
+    stays = cluster.job("stays")
+    stays.full = {"a", "b", "c", "path"}
+    cluster.run(20)
+    for slot in (0, 1) if how == "in quarantine" else ():
+        cluster.service.order_slot("a", wire.SlotOrder(slot=slot))
+    if how == "drained":
+        cluster.service.limit_node("a", wire.NodeLimit(slots=0, drain=True))
+    cluster.run(100)
+    refusals = [text for text in cluster.events("stays") if "not stopped" in text]
+    assert len(refusals) == 1
+    assert cluster.sizes()["stays"] >= 1
+    no_step_is_lost(cluster, "stays")
+
+
 def test_a_job_whose_clients_write_no_states_is_not_stopped(cluster):
     for machine in cluster.machines.values():  # of the version before
         machine.node, machine.server_id = replace(machine.node, saves=False), ""

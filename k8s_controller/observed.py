@@ -34,6 +34,7 @@ class ListedPod:
     ready: bool = False
     address: str = ""  # "": not known yet
     created_at: float = 0.0  # seconds since 1970
+    placed_at: float = 0.0  # ... when it was given a node; 0: not yet
     node: str = ""  # of Kubernetes; "": not scheduled
     trouble: str = ""  # one word, as of a condition's reason; "": none
     message: str = ""  # ... in words
@@ -175,6 +176,7 @@ def pod_view(pod: Object) -> ListedPod:
         ready=_is(status, "Ready"),
         address=str(status.get("podIP", "")),
         created_at=seconds(meta.get("creationTimestamp")) or 0.0,
+        placed_at=_placed_at(status),
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         trouble=trouble,
         message=message,
@@ -186,6 +188,13 @@ def _is(status: Object, kind: str) -> bool:
         each.get("type") == kind and each.get("status") == "True"
         for each in status.get("conditions") or ()
     )
+
+
+def _placed_at(status: Object) -> float:
+    for each in status.get("conditions") or ():
+        if each.get("type") == "PodScheduled" and each.get("status") == "True":
+            return seconds(each.get("lastTransitionTime")) or 0.0
+    return 0.0
 
 
 def _trouble(status: Object) -> tuple[str, str]:

@@ -479,8 +479,11 @@ class _Pass:
         if server is None or pod.trouble == UNSCHEDULABLE or server.uses(pod.node_id):
             return False
         node = server.nodes.get(pod.node_id)
-        is_known = node is not None and node.alive
-        return not is_known and self.now >= pod.created_at + self.spec.pod_ready_timeout_s
+        if node is not None and node.alive:
+            return False
+        answers = self.status.conditions[states.SERVER_READY].since  # one made again knows nobody
+        since = max(pod.created_at, pod.placed_at, answers)
+        return self.now >= since + self.spec.pod_ready_timeout_s
 
     def _add(self, wanted: int) -> None:
         missing = wanted - len(self._alive)

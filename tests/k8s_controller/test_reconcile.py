@@ -8,7 +8,14 @@ import pytest
 
 from job_server.api.wire import JobState, Saved
 from k8s_controller import status as states
-from k8s_controller.observed import ListedPod, Observed, ServerView, TrainingNode
+from k8s_controller.observed import (
+    ListedPod,
+    Observed,
+    ServerView,
+    TrainingNode,
+    pod_view,
+    time_text,
+)
 from k8s_controller.reconcile import (
     CloseNodes,
     MakeServer,
@@ -169,12 +176,52 @@ def test_a_pod_that_does_not_get_ready_in_time_is_replaced_but_not_where_there_i
     spec = parsed(replicas=2, podReadyTimeoutSeconds=60)
     seen = running(spec, [pod(0)], most=2)
     late = replace(seen, trainers=(pod(0), pod(1, created_at=NOW - 61)))
-    assert look(spec, late).steps == (RemovePod("digits-1", "uid00001"), MakeTrainer(2))
+    status = TrainingJobStatus(desired=2, scaled_at=NOW, started_at=NOW)
+    status = status.with_condition(states.SERVER_READY, True, "Answers", "", NOW - 900)
+    assert look(spec, late, status).steps == (RemovePod("digits-1", "uid00001"), MakeTrainer(2))
     unplaced = pod(1, created_at=NOW - 61, trouble="Unschedulable", message="0/3 nodes")
-    outcome = look(spec, replace(seen, trainers=(pod(0), unplaced)))
+    outcome = look(spec, replace(seen, trainers=(pod(0), unplaced)), status)
     assert outcome.steps == ()
     assert outcome.status.conditions[states.PODS_READY].reason == "Unschedulable"
     assert "digits-1: 0/3 nodes" in outcome.status.conditions[states.PODS_READY].message
+
+
+def test_a_pod_that_waited_long_for_a_node_has_all_its_time_to_get_ready():
+    spec = parsed(replicas=1, podReadyTimeoutSeconds=60)
+    late = pod_view(
+        {
+            "metadata": {
+                "name": "digits-0", "uid": "uid00000",
+                "labels": {"paddlepaddle.org/index": "0"},
+                "creationTimestamp": time_text(NOW - 9000),
+            },
+            "spec": {"nodeName": "n"},
+            "status": {"phase": "Pending", "conditions": [{
+                "type": "PodScheduled", "status": "True",
+                "lastTransitionTime": time_text(NOW - 1),
+            }]},
+        }
+    )  # fmt: skip
+    view = ServerView(job=None, nodes={})
+    seen = Observed(trainers=(late,), server_pod=server_pod(), server=view, prepared=True)
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW - 9000)
+    status = status.with_condition(states.SERVER_READY, True, "Answers", "", NOW - 9000)
+    assert look(spec, seen, status).steps == ()
+    assert look(spec, seen, status, NOW + 61).steps[0] == RemovePod("digits-0", "uid00000")
+
+
+def test_pods_have_all_their_time_to_register_with_a_server_that_is_made_again():
+    spec = parsed(replicas=2, podReadyTimeoutSeconds=60)
+    pods = [pod(0, created_at=NOW - 9000), pod(1, created_at=NOW - 9000)]
+    seen = running(spec, pods)
+    status = look(spec, seen).status
+    lost = replace(seen, server_pod=None, server=None)
+    status = look(spec, lost, status, NOW + 10).status
+    empty = replace(seen, server=ServerView(job=None, nodes={}))
+    outcome = look(spec, empty, status, NOW + 20)
+    assert outcome.steps == ()
+    late = look(spec, empty, outcome.status, NOW + 81).steps
+    assert late[:2] == (RemovePod("digits-0", "uid00000"), RemovePod("digits-1", "uid00001"))
 
 
 def test_a_server_that_is_away_stops_nothing():

@@ -153,17 +153,16 @@ class Controller:
             with self._changed:
                 known.changed |= known.errors > 0
                 self._queue.busy.discard(key)
-                if wait_s is None:
+                due = self._queue.due.pop(key, None)  # somebody asked meanwhile
+                if wait_s is None and due is None:
                     self._forget(key)
                 else:
-                    due = self._queue.due.pop(key, None)  # somebody asked meanwhile
-                    at = time.monotonic() + wait_s
+                    at = time.monotonic() + (wait_s or 0.0)
                     self._queue.put(key, at if due is None else min(at, due))
                 self._changed.notify()
 
     def _forget(self, key: Key) -> None:
         known = self._known.pop(key, None)
-        self._queue.due.pop(key, None)
         self._metrics.forget(key)
         if known is not None:
             self._disconnect(known)
@@ -201,11 +200,11 @@ class Controller:
                 return False
             known.changed = False  # what a watch says from now on may be newer than this reading
         job = self._kube.get(KIND, *key) or {}
+        uid = job["metadata"]["uid"] if job else ""
+        if known.job and known.job["metadata"]["uid"] != uid:  # it is gone, or is another one
+            self._disconnect(known)
+            known.prepared = False
         if job:
-            uid = job["metadata"]["uid"]
-            if known.job and known.job["metadata"]["uid"] != uid:  # another one of that name
-                self._disconnect(known)
-                known.prepared = False
             known.trainers, known.server_pod = observe_pods(self._kube.pods_of(*key), uid)
         known.job, known.read_at = job, now
         return True

@@ -75,3 +75,27 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
     ending.join()
     assert stop.is_set()
     assert "Hung tasks stopping is skipped" in caplog.text  # else it waits 5 s for them
+
+
+def test_a_job_that_is_made_while_its_name_is_found_to_be_gone_is_looked_at():
+    asked = threading.Semaphore(0)
+
+    class Kube(KubeApi):
+        def __init__(self) -> None:
+            self.times = 0
+
+        def get(self, kind: str, namespace: str, name: str) -> None:
+            self.times += 1
+            if self.times == 1:  # the answer is under way, and a watch tells of the next job
+                controller.look_at(namespace, name)
+            asked.release()
+
+    controller = Controller(Kube(), Metrics(), 300.0)
+    controller.start()
+    controller.look_at("default", "digits")
+    try:
+        assert asked.acquire(timeout=20)
+        assert asked.acquire(timeout=20)
+    finally:
+        controller.stop()
+    assert controller.jobs() == []

@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from job_server.api.errors import JobServerError
 from job_server.api.wire import JobSpec
 from k8s_controller import objects
 from k8s_controller import reconcile as steps
-from k8s_controller.kube_api import TROUBLES, KubeApi
+from k8s_controller.kube_api import TROUBLES, KubeApi, KubeError
 from k8s_controller.metrics import Metrics
 from k8s_controller.observed import ListedPod, Observed, belongs_to, observe_pods
 from k8s_controller.server_link import TrainingServer
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # namespace, name
 
 MOVING_S = 0.5  # until the next look at a job whose pods come or go
+REFUSED_S = 5.0  # ... after Kubernetes refused to make one
 TROUBLE_S = (1.0, 15.0)  # after an error: doubled each time, up to that
 WORKERS = 8
 READ_S = 60.0  # a job is read again after that, whatever the watches say
@@ -181,14 +182,18 @@ class Controller:
             with self._changed:
                 known.changed = True
             return 0.0
-        for step in outcome.steps:
-            self._do(step, known)
         job = known.job
+        refusal = self._do_all(outcome.steps, known)
+        if refusal is not None:
+            before = TrainingJobStatus.read(job.get("status"))
+            outcome = steps.refused(outcome, before, str(refusal), time.time())
         self._write(known, outcome.status)
         for notice in outcome.notices:
             logger.info("%s/%s: %s: %s", *key, notice.reason, notice.message)
             self._kube.say(job, notice.reason, notice.message, warning=notice.warning)
         self._metrics.enter(key, outcome.status)
+        if refusal is not None:
+            return REFUSED_S
         moving = outcome.steps or outcome.status.phase not in _SETTLED
         return MOVING_S if moving else self._interval_s
 
@@ -257,6 +262,21 @@ class Controller:
         if known.link is not None:
             known.link.close()
         known.link = None
+
+    def _do_all(self, wanted: Sequence[steps.Step], known: _Known) -> KubeError | None:
+        """Do what is to be done; return why pods are not made, where Kubernetes refuses them."""
+        refusal: KubeError | None = None
+        for step in wanted:
+            makes = isinstance(step, steps.Prepare | steps.MakeServer | steps.MakeTrainer)
+            if makes and refusal is not None:
+                continue
+            try:
+                self._do(step, known)
+            except KubeError as error:
+                if not (makes and error.is_refusal):
+                    raise
+                refusal = error
+        return refusal
 
     def _do(self, step: steps.Step, known: _Known) -> None:
         job, spec = known.job, parse(known.job)

@@ -57,6 +57,11 @@ class KubeError(Exception):
         super().__init__(f"Kubernetes answers {status}: {text}")
         self.status, self.reason = status, reason
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the same would be refused again: by a schema, a policy, a quota."""
+        return self.status in (400, 403, 422)
+
 
 class NotLeadingError(ValueError):
     """This process may not write now: another controller may lead."""

@@ -28,6 +28,7 @@ from k8s_controller.status import Phase, TrainingJobStatus
 
 GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
 PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
+REFUSED = "Refused"  # of a condition: Kubernetes makes no such pod
 WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
 _RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
@@ -172,6 +173,20 @@ def reconcile(
     else:
         work.live()
     return Outcome(steps=tuple(work.steps), notices=tuple(work.notices), status=work.status)
+
+
+def refused(outcome: Outcome, before: TrainingJobStatus, why: str, now: float) -> Outcome:
+    """Return an outcome of which all was done, but that Kubernetes makes no further pod."""
+    status = outcome.status.with_condition(states.PODS_READY, False, REFUSED, why, now)
+    notices = tuple(each for each in outcome.notices if each.reason != "PodsMade")
+    if not _is_refused(before):
+        notices += (Notice("PodsRefused", why, warning=True),)
+    return replace(outcome, notices=notices, status=status)
+
+
+def _is_refused(status: TrainingJobStatus) -> bool:
+    known = status.conditions.get(states.PODS_READY)
+    return known is not None and known.reason == REFUSED
 
 
 class _Pass:
@@ -499,7 +514,8 @@ class _Pass:
             self.steps.append(MakeTrainer(index))
         names = ", ".join(f"{self.name}-{index}" for index in indexes)
         self._say("PodsMade", f"{names}: {_pods(wanted)} wanted, {len(self._alive)} there")
-        self._set(scaled_at=self.now)
+        if not _is_refused(self.status):  # whoever is there does not wait for those
+            self._set(scaled_at=self.now)
 
     def _free_indexes(self, count: int) -> Iterator[int]:
         taken = {pod.index for pod in self.seen.trainers}

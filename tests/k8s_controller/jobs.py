@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
+
 from job_server.api.wire import (
     Account,
     Allotment,
@@ -14,6 +16,16 @@ from job_server.api.wire import (
 )
 from k8s_controller.observed import ListedPod, TrainingNode
 from k8s_controller.spec import TrainingJobSpec, parse
+from tests.k8s_controller.cluster.api_server import ApiServer
+from tests.support import ROOT
+
+
+def define_training_jobs(api_server: ApiServer) -> None:
+    """Have a server know TrainingJobs, once."""
+    store = api_server.store
+    definition = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
+    if not any(kind.kind == "TrainingJob" for kind in store.kinds.values()):
+        store.create(store.kind("CustomResourceDefinition"), "", definition)
 
 
 def training_job(name: str = "digits", **spec: Any) -> dict[str, Any]:

@@ -14,9 +14,10 @@ import pytest
 
 from k8s_controller.controller import Controller
 from k8s_controller.handlers import Backoffs, is_own_change, watch
-from k8s_controller.kube_api import KubeApi
+from k8s_controller.kube_api import KubeApi, KubeError
 from k8s_controller.metrics import Metrics
 from tests.k8s_controller.cluster.api_server import ApiServer
+from tests.k8s_controller.jobs import define_training_jobs, training_job
 from tests.support import wait_until
 
 
@@ -75,6 +76,47 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
     ending.join()
     assert stop.is_set()
     assert "Hung tasks stopping is skipped" in caplog.text  # else it waits 5 s for them
+
+
+def test_pods_that_are_refused_are_told_once_and_hold_up_nothing_else(
+    api_server: ApiServer, namespace: str, tmp_path: Path
+):
+    class Kube(KubeApi):
+        tries = 0
+
+        def create(self, manifest: Any) -> bool:
+            if "-server" not in manifest["metadata"]["name"] and manifest["kind"] == "Pod":
+                self.tries += 1
+                raise KubeError(403, "pods digits-0 is forbidden: exceeded quota: few")
+            return super().create(manifest)
+
+    api_server.kubeconfig(tmp_path / "kubeconfig")
+    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"))
+    store, kube = api_server.store, Kube()
+    define_training_jobs(api_server)
+    job = training_job(replicas=2)
+    del job["metadata"]["namespace"], job["metadata"]["uid"]
+    store.create(store.kind("TrainingJob"), namespace, job)
+
+    def conditions() -> dict[str, Any]:
+        status = store.get(store.kind("TrainingJob"), namespace, "digits").get("status") or {}
+        return {each["type"]: each for each in status.get("conditions") or ()}
+
+    controller = Controller(kube, Metrics(), 0.2)
+    controller.start()
+    try:
+        while kube.tries < 3:
+            known = kube.tries
+            controller.look_at(namespace, "digits")
+            wait_until(lambda known=known: kube.tries > known, 20)  # type: ignore[misc]
+    finally:
+        controller.stop()
+    told = conditions()["PodsReady"]
+    assert (told["status"], told["reason"]) == ("False", "Refused")
+    assert "exceeded quota: few" in told["message"]
+    assert conditions()["ServerReady"]["status"] == "False"
+    events = [each["reason"] for each in store.all("Event", namespace)]
+    assert events == ["PodsRefused"]
 
 
 def test_a_job_that_is_made_while_its_name_is_found_to_be_gone_is_looked_at():

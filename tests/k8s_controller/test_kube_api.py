@@ -5,12 +5,10 @@ from typing import Any
 
 import kubernetes.config
 import pytest
-import yaml
 
 from k8s_controller.kube_api import KubeApi, KubeError
 from tests.k8s_controller.cluster.api_server import ApiServer
-from tests.k8s_controller.jobs import training_job
-from tests.support import ROOT
+from tests.k8s_controller.jobs import define_training_jobs, training_job
 
 
 @pytest.fixture
@@ -50,9 +48,7 @@ def test_a_write_that_meets_another_one_is_tried_again_and_is_never_taken_for_do
 
 def test_a_status_is_not_written_to_another_job_of_the_same_name(api_server, kube, namespace):
     store = api_server.store
-    definition = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
-    if not any(kind.kind == "TrainingJob" for kind in store.kinds.values()):
-        store.create(store.kind("CustomResourceDefinition"), "", definition)
+    define_training_jobs(api_server)
     kind, job = store.kind("TrainingJob"), training_job()
     del job["metadata"]["namespace"], job["metadata"]["uid"]
     old = store.create(kind, namespace, job)

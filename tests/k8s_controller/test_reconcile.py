@@ -32,6 +32,7 @@ from k8s_controller.reconcile import (
     StopJob,
     SubmitJob,
     reconcile,
+    refused,
 )
 from k8s_controller.spec import TrainingJobSpec, parse
 from k8s_controller.status import Autoscale, Phase, TrainingJobStatus
@@ -222,6 +223,23 @@ def test_pods_have_all_their_time_to_register_with_a_server_that_is_made_again()
     assert outcome.steps == ()
     late = look(spec, empty, outcome.status, NOW + 81).steps
     assert late[:2] == (RemovePod("digits-0", "uid00000"), RemovePod("digits-1", "uid00001"))
+
+
+def test_a_pod_that_is_refused_again_and_again_holds_up_no_start():
+    spec = parsed(replicas=3, minReplicas=1)
+    pods = [pod(0), pod(1)]
+    view = ServerView(job=None, nodes=nodes_of(pods))
+    seen = Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+    status = TrainingJobStatus(desired=3, scaled_at=NOW, started_at=NOW)
+    told: list[str] = []
+    for at in (NOW, NOW + 10, NOW + 20):
+        outcome = look(spec, seen, status, at)
+        assert outcome.steps == (MakeTrainer(2),)
+        outcome = refused(outcome, status, "exceeded quota", at)
+        told += [each.reason for each in outcome.notices]
+        status = outcome.status
+    assert told == ["PodsRefused"]
+    assert SubmitJob() in look(spec, seen, status, NOW + 31).steps
 
 
 def test_a_server_that_is_away_stops_nothing():

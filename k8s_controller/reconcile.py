@@ -139,17 +139,21 @@ class Outcome:
 
 
 def refuse(name: str, generation: int, status: TrainingJobStatus, why: str, now: float) -> Outcome:
-    """Return the end of a job whose spec can never run."""
-    known = status.holds(states.FAILED)
-    new = replace(
-        status,
-        phase=Phase.FAILED,
-        observed_generation=generation,
-        selector=selector(name),
-        reason=why,
-        completed_at=status.completed_at or now,
-    ).with_condition(states.FAILED, True, "InvalidSpec", why, now)
-    notices = () if known else (Notice("InvalidSpec", why, warning=True),)
+    """Return what becomes of a job whose spec cannot run: the end, unless it was right before.
+
+    Such a job goes on as it is; nothing is done for it until its spec is corrected.
+    """
+    known = status.conditions.get(states.SPEC_VALID)
+    was_right = status.observed_generation > 0
+    new = replace(status, observed_generation=generation, selector=selector(name))
+    if status.ended:
+        return Outcome(steps=(), notices=(), status=new)
+    new = replace(new, reason=why).with_condition(states.SPEC_VALID, False, "InvalidSpec", why, now)
+    if not was_right:
+        new = replace(new, phase=Phase.FAILED, completed_at=now)
+        new = new.with_condition(states.FAILED, True, "InvalidSpec", why, now)
+    is_told = known is not None and not known.status and known.message == why
+    notices = () if is_told else (Notice("InvalidSpec", why, warning=True),)
     return Outcome(steps=(), notices=notices, status=new)
 
 
@@ -167,7 +171,10 @@ def reconcile(
         generation: of the object whose spec this is.
         now: seconds since 1970.
     """
-    work = _Pass(name, spec, replace(status, observed_generation=generation), seen, now)
+    status = replace(status, observed_generation=generation)
+    if states.SPEC_VALID in status.conditions:
+        status = status.with_condition(states.SPEC_VALID, True, "Corrected", "", now)
+    work = _Pass(name, spec, status, seen, now)
     if work.status.ended:
         work.clean_up()
     else:

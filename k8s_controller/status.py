@@ -31,6 +31,7 @@ class Condition:
     since: float = 0.0  # seconds since 1970
 
 
+SPEC_VALID = "SpecValid"  # is there once it was wrong
 SERVER_READY = "ServerReady"
 PODS_READY = "PodsReady"
 RUNNING = "Running"

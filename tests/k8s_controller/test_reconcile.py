@@ -32,6 +32,7 @@ from k8s_controller.reconcile import (
     StopJob,
     SubmitJob,
     reconcile,
+    refuse,
     refused,
 )
 from k8s_controller.spec import TrainingJobSpec, parse
@@ -399,6 +400,32 @@ def test_a_suspended_job_with_autoscale_has_its_pods_again_when_they_are_decided
     outcome = look(spec, paused, known)
     assert outcome.steps == ()
     assert outcome.status.phase is Phase.PENDING
+
+
+def test_a_training_whose_spec_is_made_wrong_goes_on_and_is_looked_after_when_it_is_right_again():
+    spec = parsed(replicas=2)
+    status = look(spec, running(spec, [pod(0), pod(1)])).status
+    why = "spec.template.spec.containers[trainer].command: missing"
+    wrong = refuse("digits", 2, status, why, NOW + 1)
+    assert (wrong.steps, wrong.notices) == ((), (Notice("InvalidSpec", why, warning=True),))
+    assert not wrong.status.ended
+    assert (wrong.status.phase, wrong.status.reason) == (Phase.RUNNING, why)
+    assert wrong.status.conditions[states.SPEC_VALID].message == why
+    again = refuse("digits", 2, wrong.status, why, NOW + 2)
+    assert (again.notices, again.status) == ((), wrong.status), "it is said once"
+    right = look(spec, running(spec, [pod(0), pod(1)]), again.status, NOW + 3)
+    assert right.steps == ()
+    assert right.status.holds(states.SPEC_VALID)
+
+
+def test_a_spec_that_can_never_run_is_the_end_of_a_new_job_and_changes_none_that_has_ended():
+    spec = parsed(replicas=1)
+    new = refuse("digits", 1, TrainingJobStatus(), "spec.template: missing", NOW)
+    assert new.status.phase is Phase.FAILED
+    ended = look(spec, running(spec, [], state=JobState.SUCCEEDED)).status
+    outcome = refuse("digits", 2, ended, "spec.template: missing", NOW)
+    assert (outcome.notices, outcome.status.phase) == ((), Phase.SUCCEEDED)
+    assert not outcome.status.holds(states.FAILED)
 
 
 def test_a_status_survives_being_written_and_read():

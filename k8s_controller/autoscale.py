@@ -28,6 +28,8 @@ UNPLACED_S = 60.0  # for so long the scheduler may look for a node
 RETRY_S = 600.0  # after which a job may have more pods than it has found nodes for
 LATE_CHANGES = 3  # times prepareTimeoutSeconds: a change that takes longer holds up nothing
 
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # the API server checks none of it
+
 Key = tuple[str, str]  # namespace, name
 
 
@@ -41,6 +43,7 @@ class Picture:
     now_have: Mapping[str, Autoscale]  # what was decided; of a job that is new here: what it has
     suspended: frozenset[str]
     may_grow: bool  # False: what is freed just now may be for others, who wait
+    unreadable: Mapping[str, str]  # jobs of whose template nothing can be reckoned -> why
     unplaced: Mapping[str, str]  # jobs for whose pods there is no node -> what the scheduler says
 
 
@@ -77,7 +80,7 @@ def look(
     """Return what follows from what the API server lists.
 
     Raises:
-        ValueError: something is no quantity.
+        ValueError: a node's or pod's quantity is none.
     """
     classes = {each["metadata"]["name"]: each for each in priority_classes}
     usual = next((int(each["value"]) for each in classes.values() if each.get("globalDefault")), 0)
@@ -100,11 +103,16 @@ def look(
     names = {str(node["metadata"]["name"]) for node in nodes}
     claims = [claim for pod in others for claim in _claims(pod, nodes)]
     views, changing, unplaced = {}, set[str](), dict[str, str]()
+    unreadable: dict[str, str] = {}
     held: dict[str, Resources] = {}
     givable: dict[str, Resources] = {}
     for name, job in known.items():
-        each = _needs(job)
-        there = usable_nodes(job.spec.template["spec"], nodes)
+        try:
+            each, there = _needs(job), usable_nodes(job.spec.template["spec"], nodes)
+        except _UNREADABLE as error:
+            unreadable[name] = f"spec.template.spec cannot be read: {error!r}; correct it"
+            claims += [claim for _, pod in job.pods for claim in _claims(pod, nodes)]
+            continue
         bound = Counter(pod.node for pod, _ in job.pods if pod.node in names)
         if job.spec.suspend or _is_changing(job, bound.total(), now):
             if not job.spec.suspend:
@@ -132,6 +140,7 @@ def look(
         changing=frozenset(changing),
         now_have={name: job.has for name, job in known.items()},
         suspended=frozenset(name for name, job in known.items() if job.spec.suspend),
+        unreadable=unreadable,
         unplaced=unplaced,
     )
 
@@ -142,6 +151,10 @@ def decide(policy: Policy, seen: Picture, now: float) -> dict[str, Autoscale]:
     for name in seen.suspended:
         if seen.now_have[name].replicas:
             news[name] = Autoscale(replicas=0, reason="spec.suspend is true", since=now)
+    for name, why in seen.unreadable.items():
+        has = seen.now_have[name]
+        if name not in seen.suspended and has.reason != why:
+            news[name] = replace(has, reason=why, since=now)
     found = allocate(policy, list(seen.views.values()), seen.nodes, now)
     for name, allocation in found.items():
         has, view = seen.now_have[name], seen.views[name]

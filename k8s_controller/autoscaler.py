@@ -76,7 +76,6 @@ class Autoscaler:
         for name, decision in autoscale.decide(self._policy, seen, time.time()).items():
             logger.info("%s: %d pods: %s", name, decision.replicas, decision.reason)
             self._write(jobs[name], decision.write())
-            self._metrics.count("decisions")
 
     def _jobs(self) -> Sequence[Object]:
         if not self._namespaces:
@@ -84,5 +83,12 @@ class Autoscaler:
         return [job for each in self._namespaces for job in self._kube.list_all(KIND, each)]
 
     def _write(self, job: Object, decision: Object | None) -> None:
-        self._kube.write_status(job, {"autoscale": decision})
+        try:
+            self._kube.write_status(job, {"autoscale": decision})
+        except TROUBLES as error:  # of one job; it is decided on again
+            self._metrics.count("errors")
+            logger.warning("%s: not written: %s", autoscale.job_name(job), error)
+            return
+        if decision is not None:
+            self._metrics.count("decisions")
         self._wake(job["metadata"]["namespace"], job["metadata"]["name"])

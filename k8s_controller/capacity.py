@@ -12,8 +12,8 @@ from job_server.sharing.resources import NOTHING, NodeRoom, Resources
 from k8s_controller.spec import GPU, Object
 
 _UNITS = {
-    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
 
 
@@ -32,11 +32,12 @@ def quantity(text: object) -> float:
     Raises:
         ValueError: it is none.
     """
-    digits = str(text).rstrip("numkKMGTPi")
+    digits = str(text).rstrip("numkKMGTPEi")
     unit = str(text)[len(digits) :]
-    if unit and unit not in _UNITS:
-        raise ValueError(f"{text!r} is no quantity")
-    return float(digits) * _UNITS.get(unit, 1)
+    try:
+        return float(digits) * (_UNITS[unit] if unit else 1)
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is no quantity") from None
 
 
 def requests_of(pod: Object) -> Resources:

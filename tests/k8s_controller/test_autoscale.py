@@ -10,7 +10,10 @@ import pytest
 from job_server.sharing.policies import POLICIES
 from job_server.sharing.resources import Resources
 from k8s_controller import autoscale
+from k8s_controller.autoscaler import Autoscaler
 from k8s_controller.capacity import requests_of, usable_nodes
+from k8s_controller.kube_api import KubeApi, KubeError
+from k8s_controller.metrics import Metrics
 from k8s_controller.observed import time_text
 from k8s_controller.status import Autoscale, TrainingJobStatus
 
@@ -84,6 +87,12 @@ def job(
         },
         "status": made | (status or {}),
     }  # fmt: skip
+
+
+def affinity_of(*rules: Object) -> Object:
+    terms = [{"matchExpressions": list(rules)}]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return {"nodeAffinity": required}
 
 
 def pods_of(name: str, **on: int) -> list[Object]:
@@ -226,6 +235,46 @@ def test_what_has_ended_or_cannot_be_read_or_is_not_asked_for_is_left_alone():
     broken = job("b", 3, 2)
     other = job("c", 1, 4, autoscale=False)
     assert decided([ended, broken, other], [], [node("n")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("pod_spec", "told"),
+    [
+        ({"initContainers": [{"resources": {"requests": {"cpu": "lots"}}}]}, "'lots' is no quantity"),
+        ({"affinity": affinity_of({"key": "zone"})}, "KeyError('operator')"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_told_and_holds_up_no_other_job(pod_spec, told):
+    jobs = [job("a", 1, 2, pod_spec=pod_spec), job("b", 1, 2)]
+    news = decided(jobs, [], [node("n")])
+    assert news["b"] == (2, "there is room")
+    assert news["a"][0] == 0
+    assert told in news["a"][1]
+    jobs[0]["status"]["autoscale"] = Autoscale(reason=news["a"][1], since=NOW).write()
+    assert "a" not in decided(jobs, [], [node("n")]), "it is said once"
+
+
+def test_a_job_whose_status_cannot_be_written_holds_up_no_other():
+    written = []
+
+    class Kube(KubeApi):
+        def __init__(self) -> None:
+            pass
+
+        def list_all(self, kind: str, namespace: str | None = None) -> list[Object]:
+            listed = {"TrainingJob": [job("a", 1, 1), job("b", 1, 1)], "Node": [node("n")]}
+            return listed.get(kind, [])
+
+        def write_status(self, job: Any, status: Any) -> Object:
+            if job["metadata"]["name"] == "a":
+                raise KubeError(403, "a policy denies it")
+            written.append(job["metadata"]["name"])
+            return dict(job)
+
+    woken: list[str] = []
+    policy = POLICIES["fulfilment"]
+    Autoscaler(Kube(), lambda _, name: woken.append(name), Metrics(), policy, 5.0).decide()
+    assert (written, woken) == (["b"], ["b"])
 
 
 def test_measured_times_say_who_gets_the_next_pod():

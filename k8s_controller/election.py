@@ -22,6 +22,11 @@ ANSWER_S = 2.0  # of a call about the Lease; an attempt makes two
 RENEW_S = LEASE_S - RETRY_S - 2 * ANSWER_S  # later there is no time for another attempt
 
 
+def _now() -> float:
+    """Return seconds of a clock that counts while the machine sleeps, unlike the monotonic one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Election:
     """One candidate.
 
@@ -46,12 +51,12 @@ class Election:
 
     def leads(self) -> bool:
         """Say whether nobody else can lead yet. Thread-safe."""
-        return time.monotonic() < self._renewed_at + RENEW_S + RETRY_S
+        return _now() < self._renewed_at + RENEW_S + RETRY_S
 
     def keep(self, stop: threading.Event, lost: Callable[[], None]) -> None:
         """Renew until `stop`, then give the Lease back; call `lost` where that fails."""
         while not stop.wait(RETRY_S):
-            if not self._renew() and time.monotonic() > self._renewed_at + RENEW_S:
+            if not self._renew() and _now() > self._renewed_at + RENEW_S:
                 lost()
                 return
 
@@ -66,7 +71,7 @@ class Election:
             logger.warning("the lease is not given back, it ends by itself: %s", error)
 
     def _renew(self) -> bool:
-        asked_at = time.monotonic()
+        asked_at = _now()
         if self._try():
             self._renewed_at = asked_at
             return True
@@ -80,7 +85,7 @@ class Election:
                 return False  # the next look says who made it
             spec, meta = lease.get("spec") or {}, lease["metadata"]
             holder = spec.get("holderIdentity") or ""
-            now = time.monotonic()
+            now = _now()
             if meta["resourceVersion"] != self._seen[0]:
                 self._seen = (meta["resourceVersion"], now)
             if holder not in ("", self._identity) and now < self._seen[1] + LEASE_S:

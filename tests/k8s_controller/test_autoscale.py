@@ -240,7 +240,10 @@ def test_what_has_ended_or_cannot_be_read_or_is_not_asked_for_is_left_alone():
 @pytest.mark.parametrize(
     ("pod_spec", "told"),
     [
-        ({"initContainers": [{"resources": {"requests": {"cpu": "lots"}}}]}, "'lots' is no quantity"),
+        (
+            {"initContainers": [{"resources": {"requests": {"cpu": "lots"}}}]},
+            "'lots' is no quantity",
+        ),
         ({"affinity": affinity_of({"key": "zone"})}, "KeyError('operator')"),
     ],
 )

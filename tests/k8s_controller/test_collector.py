@@ -65,7 +65,16 @@ def test_what_running_pods_ask_for_is_a_part_of_what_nodes_have():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("3920m", 3.92), (4, 4), ("1Gi", 2**30), ("2k", 2000), ("0.5", 0.5), ("1e3", 1000), ("1Ei", 2**60), ("2E", 2e18)],
+    [
+        ("3920m", 3.92),
+        (4, 4),
+        ("1Gi", 2**30),
+        ("2k", 2000),
+        ("0.5", 0.5),
+        ("1e3", 1000),
+        ("1Ei", 2**60),
+        ("2E", 2e18),
+    ],
 )
 def test_a_quantity_is_read_as_kubernetes_writes_it(text, number):
     assert quantity(text) == number

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from types import FrameType
 
 from kubernetes.config import ConfigException
@@ -78,8 +79,6 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 2
     _log(args.log_level, args.log_format)
-    if args.kubeconfig:
-        os.environ["KUBECONFIG"] = args.kubeconfig  # kopf logs in by itself
     try:
         load_config(args.kubeconfig)
     except ConfigException as error:
@@ -112,14 +111,18 @@ def main(argv: list[str] | None = None) -> int:
     controller = Controller(kube, metrics, args.interval_s)
     policy, interval_s = POLICIES[args.sharing], args.autoscale_interval_s
     scaler = Autoscaler(kube, controller.look_at, metrics, policy, interval_s, namespaces)
-    return _lead(controller, scaler, metrics, namespaces, election, stop)
+
+    def watch_all() -> None:
+        watch(controller, namespaces, stop, args.kubeconfig)
+
+    return _lead(controller, scaler, metrics, watch_all, election, stop)
 
 
 def _lead(
     controller: Controller,
     scaler: Autoscaler,
     metrics: Metrics,
-    namespaces: list[str],
+    watch_all: Callable[[], None],
     election: Election | None,
     stop: threading.Event,
 ) -> int:
@@ -137,7 +140,7 @@ def _lead(
     controller.start()
     scaler.start()
     try:
-        watch(controller, namespaces, stop)
+        watch_all()
     finally:
         scaler.stop()
         controller.stop()

@@ -7,11 +7,12 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import kopf
+from kubernetes.client import Configuration
 
 from k8s_controller.controller import Controller
+from k8s_controller.kube_api import load_config
 from k8s_controller.observed import JOB_LABEL
 from k8s_controller.spec import GROUP, PLURAL, VERSION, Object
 
@@ -25,13 +26,34 @@ class Backoffs:
         return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(3.0))
 
 
-def registry_for(controller: Controller) -> kopf.OperatorRegistry:
+def connection(kubeconfig: str | None) -> kopf.ConnectionInfo:
+    """Return how to reach the API server that `KubeApi` asks; kopf's own login knows no file."""
+    load_config(kubeconfig)  # anew: what it had may have expired
+    config = Configuration.get_default_copy()
+    header = config.get_api_key_with_prefix("BearerToken") or config.get_api_key_with_prefix(
+        "authorization"  # of the client before 36
+    )
+    scheme, _, token = (header or "").rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=config.host,
+        ca_path=config.ssl_ca_cert,
+        insecure=not config.verify_ssl,
+        username=config.username or None,
+        password=config.password or None,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=config.cert_file,
+        private_key_path=config.key_file,
+    )
+
+
+def registry_for(controller: Controller, kubeconfig: str | None) -> kopf.OperatorRegistry:
     """Return the handlers that wake a controller."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def log_in(**given: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_via_client(**given)
+    def log_in(**_: object) -> kopf.ConnectionInfo:
+        return connection(kubeconfig)
 
     @kopf.on.startup(registry=registry)
     def configure(settings: kopf.OperatorSettings, **_: object) -> None:
@@ -67,12 +89,22 @@ def is_own_change(job: Object) -> bool:
     return seen and "deletionTimestamp" not in meta
 
 
-def watch(controller: Controller, namespaces: Sequence[str], stop: threading.Event) -> None:
-    """Watch until `stop`, SIGTERM or SIGINT; no namespaces: all."""
-    asyncio.run(_watch(controller, namespaces, stop))
+def watch(
+    controller: Controller,
+    namespaces: Sequence[str],
+    stop: threading.Event,
+    kubeconfig: str | None = None,
+) -> None:
+    """Watch until `stop`, SIGTERM or SIGINT. No namespaces: all. No kubeconfig: the usual one."""
+    asyncio.run(_watch(controller, namespaces, stop, kubeconfig))
 
 
-async def _watch(controller: Controller, namespaces: Sequence[str], stop: threading.Event) -> None:
+async def _watch(
+    controller: Controller,
+    namespaces: Sequence[str],
+    stop: threading.Event,
+    kubeconfig: str | None,
+) -> None:
     ended = asyncio.Event()
 
     async def follow() -> None:
@@ -80,7 +112,7 @@ async def _watch(controller: Controller, namespaces: Sequence[str], stop: thread
             await asyncio.sleep(0.2)
         ended.set()
 
-    registry = registry_for(controller)
+    registry = registry_for(controller, kubeconfig)
 
     @kopf.on.cleanup(registry=registry)
     async def end(**_: object) -> None:

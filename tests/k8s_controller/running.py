@@ -1,7 +1,6 @@
 """A controller as a process, and a TrainingJob to look at, for tests on the tests' cluster."""
 
 import base64
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,12 +27,11 @@ def start_controller(
     kubeconfig, log = folder / "kubeconfig", folder / "controller.log"
     cluster.api.kubeconfig(kubeconfig)
     command = [
-        sys.executable, "-m", "k8s_controller", "--liveness_port=0", "--probe_address=127.0.0.1",
-        *([] if elects else ["--no_leader_elect"]), *args,
+        sys.executable, "-m", "k8s_controller", f"--kubeconfig={kubeconfig}", "--liveness_port=0",
+        "--probe_address=127.0.0.1", *([] if elects else ["--no_leader_elect"]), *args,
     ]  # fmt: skip
-    env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     with log.open("ab") as file:
-        return subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=ROOT)
+        return subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)
 
 
 @contextmanager

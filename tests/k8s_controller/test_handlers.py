@@ -52,11 +52,9 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
     api_server: ApiServer,
     namespace: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
     kubeconfig = str(api_server.kubeconfig(tmp_path / "kubeconfig"))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", kubeconfig)
     kubernetes.config.load_kube_config(kubeconfig)
     caplog.set_level(logging.DEBUG, "kopf")
     usual = signal.getsignal(signal.SIGTERM)
@@ -72,7 +70,7 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
     ending = threading.Thread(target=end)
     ending.start()
     stop = threading.Event()
-    watch(Controller(KubeApi(), Metrics(), 2.0), [namespace], stop)
+    watch(Controller(KubeApi(), Metrics(), 2.0), [namespace], stop, kubeconfig)
     ending.join()
     assert stop.is_set()
     assert "Hung tasks stopping is skipped" in caplog.text  # else it waits 5 s for them

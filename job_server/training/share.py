@@ -224,9 +224,12 @@ def limit_pods(work: Work, pods: int) -> None:
 
 
 def run_time_s(job: Job) -> float:
-    """Return how long the job has run until its last step, without the time that it waited."""
+    """Return how long the job has run until its last step, without the time that it waited.
+
+    Time in which its trainers made no progress (they hung, or waited for data) counts.
+    """
     spent = job.progress.account
-    return spent.training_s + spent.preparing_s + spent.cutting_over_s + spent.recovering_s
+    return spent.total_s - spent.waiting_s - spent.paused_s
 
 
 def run_time_deadline(job: Job) -> float | None:

@@ -6,6 +6,7 @@ import pytest
 
 from job_server.api.wire import JobSpec, RankPace, ReportKind, WireError
 from job_server.training.pace import is_slow, lost
+from job_server.training.share import run_time_s
 from tests.job_server.world import World, tell, trains, world
 
 
@@ -68,6 +69,17 @@ def test_a_straggler_is_named_once_with_slot_and_host_and_the_time_it_costs_is_n
     report(made, pace(1), pace(0))
     assert made.status.warnings == ()
     assert made.reasons[-1].endswith("rank 1 is as fast as the others again")
+
+
+def test_time_that_is_lost_counts_for_the_limit_of_its_run_time():
+    made = trains(world())
+    made.rounds(100)
+    before = run_time_s(made.job)
+    report(made, pace(1, reading=4.0, saving=2.0, computing=14.0), pace(0))
+    assert made.status.account.reading_s > 0
+    assert made.status.account.saving_s > 0
+    assert made.status.account.straggling_s > 0
+    assert run_time_s(made.job) >= before
 
 
 def test_another_stage_begins_without_the_paces_of_the_one_before():

@@ -12,7 +12,7 @@ import re
 from enum import Enum
 from typing import Any
 
-from job_server.api.codec import Int, Message, WireError, decode, encode
+from job_server.api.codec import MAX_INT, Int, Message, WireError, decode, encode
 from job_server.api.failure_policy import MAX_RULES, FailureRule
 
 __all__ = [
@@ -515,6 +515,7 @@ class RankPace(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_range("paces.rank", self.rank, 0, 1_000_000)
+        check_range("paces.steps", self.steps, 1, MAX_INT)
         for field in ("window_s", "computing_s", "reading_s", "exchanging_s", "saving_s"):
             check_range(f"paces.{field}", getattr(self, field), 0, MAX_RUN_TIME_S)
 

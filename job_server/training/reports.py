@@ -4,6 +4,7 @@ A message may be late, doubled or out of order: each function checks whether the
 something new about a stage that still counts, and otherwise changes nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -331,7 +332,8 @@ def _curve(before: tuple[LossPoint, ...], report: PodReport) -> tuple[LossPoint,
         spacing = (points[-1].step - points[0].step) / (len(points) - 1)
         if report.step - points[-1].step < 0.9 * spacing:
             return points
-    points += (LossPoint(step=report.step, loss=float(f"{loss:.5g}")),)
+    short = float(f"{loss:.5g}")
+    points += (LossPoint(step=report.step, loss=short if math.isfinite(short) else loss),)
     return points if len(points) <= CURVE_POINTS else points[::2]
 
 

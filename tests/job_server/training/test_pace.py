@@ -82,6 +82,11 @@ def test_time_that_is_lost_counts_for_the_limit_of_its_run_time():
     assert run_time_s(made.job) >= before
 
 
+def test_a_window_without_steps_is_refused():
+    with pytest.raises(WireError, match="paces.steps: must be between 1 and"):
+        replace(pace(0), steps=0)
+
+
 def test_another_stage_begins_without_the_paces_of_the_one_before():
     made = trains(world())
     report(made, pace(1, computing=20.0), pace(0))

@@ -1,5 +1,6 @@
 """Planned changes: in time, one at a time, without losing a step."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -521,6 +522,13 @@ def test_the_loss_curve_spans_the_training_in_few_points():
     assert (steps[0], begun + 2000 - steps[-1] < 100) == (begun + 1, True)
     assert max(gaps) <= 3 * min(gaps), "the points are spread evenly"
     assert all(point.loss == pytest.approx(1 / point.step, rel=1e-4) for point in curve)
+
+
+def test_a_loss_that_would_be_rounded_to_infinity_stays_a_number():
+    made = trains(world())
+    step, loss = made.job.progress.step + 1, sys.float_info.max
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"train_loss": loss})
+    assert [point.loss for point in made.status.loss_curve] == [loss]
 
 
 def test_an_old_report_and_one_without_a_loss_leave_the_curve():

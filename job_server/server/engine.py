@@ -18,7 +18,7 @@ from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
-from job_server.cluster.quarantine import begin, lasting
+from job_server.cluster.quarantine import FORGIVEN_S, begin, lasting
 from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
@@ -714,10 +714,16 @@ class Engine:
         self._enter_quarantine(node_id, slot, replace(held, ended_at=self.now()))
 
     def _enter_bad_slots(self, entry: JobEntry) -> None:
-        """Enter the slots that a job has found bad; those of a node that is gone are its loss."""
+        """Enter the slots that a job has found bad; those of a node that is gone are its loss.
+
+        A job keeps them for its life: what is forgiven by now, or was another card, is over.
+        """
         for bad in entry.job.bad_slots if isinstance(entry.job, Job) else ():
             with contextlib.suppress(NotFound):
-                self.quarantine(bad.node_id, bad.slot, bad.name, bad.why, at=bad.at)
+                uuid = self.registry.get(bad.node_id).slot(bad.slot).uuid
+                is_other = bool(bad.uuid and uuid) and bad.uuid != uuid
+                if not is_other and self.now() - bad.at <= FORGIVEN_S:
+                    self.quarantine(bad.node_id, bad.slot, bad.name, bad.why, at=bad.at)
 
     def _enter_quarantine(self, node_id: str, slot: int, held: wire.Quarantine | None) -> None:
         try:

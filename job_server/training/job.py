@@ -386,6 +386,7 @@ class BadSlot:
 
     node_id: str
     slot: int
+    uuid: str = ""  # of its GPU; "": not known, not a GPU
     name: str  # of the fault
     why: str
     at: float

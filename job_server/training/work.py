@@ -43,7 +43,10 @@ class Work(StepWork[Job]):
 
     def quarantine(self, node_id: str, slot: int, name: str, why: str) -> None:
         """Have the server put a slot in quarantine; `name` is that of the fault."""
-        bad = BadSlot(node_id=node_id, slot=slot, name=name, why=why, at=self.now)
+        view = find_node(self.cluster, node_id)
+        slots = () if view is None else view.node.slots
+        uuid = next((each.uuid for each in slots if each.index == slot), "")
+        bad = BadSlot(node_id=node_id, slot=slot, uuid=uuid, name=name, why=why, at=self.now)
         self.set(bad_slots=(*self.job.bad_slots, bad)[-MAX_BAD_SLOTS:])
 
 

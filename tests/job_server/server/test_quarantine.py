@@ -7,8 +7,10 @@ import pytest
 from job_server.api import wire
 from job_server.api.errors import Conflict, NotFound
 from job_server.api.text import slot_lines
+from job_server.jobs.events import KillAsked, ResizeAsked
 from job_server.server.service import JobService
 from job_server.training.job import BadSlot, Job
+from job_server.training.work import Work
 from tests.job_server.serving import cpu_node, open_service
 
 LOST = wire.SlotFault(name="gpu_lost", text="it has fallen off the bus")
@@ -121,6 +123,35 @@ def test_a_slot_that_a_job_has_found_bad_is_entered_once_and_again_after_a_resta
         assert usable(service) == [True, False]
         service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
     with open_service(path) as service:
+        assert usable(service) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["another card", "forgiven"])
+def test_a_slot_that_a_job_has_found_bad_long_ago_or_on_another_card_is_not_entered(how):
+    clock = Clock()
+
+    def node(uuid: str) -> wire.Node:
+        bare = cpu_node()
+        slots = tuple(replace(each, uuid=f"{uuid}-{each.index}") for each in bare.slots)
+        return replace(bare, slots=slots)
+
+    with open_service(now=clock) as service:
+        service.register(node("old"))
+        report(service)
+        service.submit(SPEC)
+        entry = service.engine.jobs["digits"]
+        assert isinstance(entry.job, Job)
+        work = Work(entry.job, clock.now, service.engine.cluster(entry))
+        work.quarantine("node-a", 1, "policy", "NCCL says so")
+        entry.job = work.job
+        service.ask("digits", KillAsked(wire.Kill(pod_id="pod_0_0")))  # it is written
+        assert usable(service) == [True, False]
+        service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
+        clock.now += 8 * 86400 if how == "forgiven" else 10
+        service.register(node("old" if how == "forgiven" else "new"))
+        report(service)
+        assert usable(service) == [True, True]
+        service.ask("digits", ResizeAsked(wire.Resize(pods=1)))
         assert usable(service) == [True, True]
 
 

@@ -83,7 +83,7 @@ def test_time_that_is_lost_counts_for_the_limit_of_its_run_time():
 
 
 def test_a_window_without_steps_is_refused():
-    with pytest.raises(WireError, match="paces.steps: must be between 1 and"):
+    with pytest.raises(WireError, match="steps: must be between 1 and"):
         replace(pace(0), steps=0)
 
 

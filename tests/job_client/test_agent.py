@@ -611,7 +611,7 @@ def test_a_pod_whose_folder_hangs_gives_its_slots_back_when_it_is_stopped_and_ne
         server.want_until(PodPhase.RUNNING, pod("pod_1_0", folder="a"))
     finally:
         answers.set()
-    wait_until(lambda: (tmp_path / "starts").exists())
+    wait_until(lambda: (tmp_path / "starts").exists() and (tmp_path / "starts").stat().st_size > 0)
     wait_until(lambda: "pod pod_0_0" not in {each.name for each in threading.enumerate()})
     assert (tmp_path / "starts").read_text() == "\n"
 

@@ -303,18 +303,32 @@ def _place(frames: list[tuple[str, str, int]]) -> str:
 
 
 def _where(error: BaseException, trace: TracebackType | None, cwd: str) -> str:
-    """Return FILE:LINE of the innermost frame in files that are the user's own."""
+    """Return FILE:LINE of the innermost frame in files that are the user's own.
+
+    Of an error that others raised from one of the user's code, it is that one's; of one that was
+    raised in a loader's worker, the place that the worker has told.
+    """
     import sysconfig
 
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     others = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     others += [f"{root}/{package}" for package in ("pod_runtime", "job_server", "distill_reader")]
-    own = [
-        frame
-        for frame in _frames(error, trace, cwd)
-        if not frame[0].startswith((*(f"{folder}/" for folder in others), "<"))
-    ]
-    return _place(own)
+    not_own = (*(f"{folder}/" for folder in others), "<")
+    found = ""
+    each: BaseException | None = error
+    for _ in range(_CHAIN):
+        if each is None:
+            break
+        found = getattr(each, "edl_place", "") or found
+        frames = _frames(each, trace if each is error else each.__traceback__, cwd)
+        own = [frame for frame in frames if not frame[0].startswith(not_own)]
+        found = _place(own) or found
+        # A generator that a StopIteration leaves is not among the frames of Python's own error.
+        of_generator = isinstance(each, RuntimeError) and isinstance(each.__cause__, StopIteration)
+        if own and own[-1] == frames[-1] and not of_generator:
+            break
+        each = each.__cause__
+    return found
 
 
 if __name__ == "__main__":

@@ -111,6 +111,28 @@ def test_the_innermost_line_and_what_an_error_came_from_are_told(script):
     assert said.error.where == "train.py:2"
 
 
+def test_an_error_that_others_raise_from_one_of_the_users_code_is_told_with_that_ones_place(script):
+    # As Python itself does with a StopIteration in a generator, here one of the library's.
+    text = (
+        "import json, random\n"
+        "def f():\n    return next(iter(()))\n"
+        "class D(dict):\n    def items(self):\n        return [(1, f())]\n"
+        "json.dumps(D(a=1), indent=1)\n"
+    )
+    _, said = script.run(text)
+    assert str(said.error) == "train.py:3: RuntimeError: generator raised StopIteration"
+    _, said = script.run(
+        "def f():\n    return next(iter(()))\ndef g():\n    yield f()\nfor _ in g():\n    pass\n"
+    )
+    assert str(said.error) == "train.py:2: RuntimeError: generator raised StopIteration"
+    # What the user's code raises itself stands where it raises it, whatever it is from.
+    _, said = script.run(
+        "def f():\n    return {}['k']\n"
+        "try:\n    f()\nexcept KeyError as error:\n    raise ValueError('bad') from error\n"
+    )
+    assert str(said.error) == "train.py:6: ValueError: bad"
+
+
 def test_a_script_that_leaves_with_words_has_failed_with_these_and_one_with_a_number_says_no_more(
     script,
 ):

@@ -17,7 +17,11 @@ import numpy as np
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.stream_reading import KeyedStream, StreamFetcher
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
-from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
+from pod_runtime.trainer.data.worker_errors import (
+    CarryingCollate,
+    carrying_options,
+    raise_if_failed,
+)
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkData
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
@@ -260,7 +264,7 @@ def loader_items(
         keyed(source.dataset, data, order.run.seed),
         batches(),
         collate=CarryingCollate(source.collate or data.collate),
-        options={"num_workers": source.num_workers, **source.worker_options},
+        options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
         on_host=on_host,
     )
     return (

@@ -134,26 +134,33 @@ class SampledOrders:
             total = 0
             for item in items:
                 batch = item.tolist() if hasattr(item, "tolist") else item
-                if not isinstance(batch, list | tuple):
-                    batch = list(batch)
+                if not (hasattr(batch, "__iter__") or hasattr(batch, "__getitem__")):
+                    raise self._no_indices(batch)
+                batch = list(batch)
                 total += len(batch)
                 if not batch or total > most:
                     raise self._refusal("an empty batch" if not batch else f"more than {most} ids")
                 sizes.append(len(batch))
                 yield from batch
 
-        try:
-            if self._sampling.makes_batches:
-                ids = np.fromiter(map(operator.index, batches()), np.int64)
-                ends = np.cumsum(sizes, dtype=np.int64)
-                places = np.arange(self._at_once - 1, len(ends) + self._at_once - 1, self._at_once)
-                return ids, ends[np.minimum(places, len(ends) - 1)]
-            ids = np.fromiter(map(operator.index, islice(items, most + 1)), np.int64)
-        except TypeError as error:
-            raise self._refusal(f"no indices of samples ({error})") from error
+        if self._sampling.makes_batches:
+            ids = np.fromiter(map(self._index, batches()), np.int64)
+            ends = np.cumsum(sizes, dtype=np.int64)
+            places = np.arange(self._at_once - 1, len(ends) + self._at_once - 1, self._at_once)
+            return ids, ends[np.minimum(places, len(ends) - 1)]
+        ids = np.fromiter(map(self._index, islice(items, most + 1)), np.int64)
         if len(ids) > most:
             raise self._refusal(f"more than {most} ids")
         return ids, None
+
+    def _index(self, item: Any) -> int:
+        try:
+            return operator.index(item)
+        except TypeError:  # of what it has yielded; one of its own code is told as it is
+            raise self._no_indices(item) from None
+
+    def _no_indices(self, item: Any) -> UsageError:
+        return self._refusal(f"no indices of samples ({item!r:.80})")
 
     def _check(self, epoch: int, ids: Ids) -> None:
         if len(ids) < self._least:

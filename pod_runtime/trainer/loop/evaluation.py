@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 
 from pod_runtime.trainer.data.source import DataSource
-from pod_runtime.trainer.data.worker_errors import CarryingCollate, CarryingDataset, raise_if_failed
+from pod_runtime.trainer.data.worker_errors import (
+    CarryingCollate,
+    CarryingDataset,
+    carrying_options,
+    raise_if_failed,
+)
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData, FrameworkGroup
 from pod_runtime.trainer.frameworks.plain_values import to_float
@@ -85,7 +90,7 @@ def _read(data: FrameworkData, source: DataSource, batches: list[Sequence[int]])
         CarryingDataset(source.dataset),
         iter([list(ids) for ids in batches]),
         collate=CarryingCollate(collate),
-        options={"num_workers": source.num_workers, **source.worker_options},
+        options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
     )
     for batch in loader:
         yield raise_if_failed(batch)

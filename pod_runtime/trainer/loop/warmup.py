@@ -14,7 +14,11 @@ from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
-from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
+from pod_runtime.trainer.data.worker_errors import (
+    CarryingCollate,
+    carrying_options,
+    raise_if_failed,
+)
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData
 from pod_runtime.trainer.progress.batches import Cursor
 
@@ -87,7 +91,7 @@ def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) ->
         KeyedDataset(source.dataset, data, seed),
         wanted,
         collate=CarryingCollate(source.collate or data.collate),
-        options={**source.worker_options, "num_workers": 1},
+        options=carrying_options({**source.worker_options, "num_workers": 1}),
     )
     batch = next(loader)
     next(loader, None)  # nothing is left: here the framework ends the worker, and not before

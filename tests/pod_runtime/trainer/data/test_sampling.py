@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from pod_runtime.trainer.data.sampling import SampledOrders, Sampling
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer_main import place_of
 from tests.pod_runtime.trainer.data.streams import Streams
 
 LENGTH = 50
@@ -145,7 +147,7 @@ def test_a_list_that_depends_on_the_epoch_before_is_refused_though_twice_in_a_ro
         ([1.0], False, "gave no indices of samples"),
         (["1"], False, "gave no indices of samples"),
         ([3], True, "gave no indices of samples"),
-        ([[1, (2, 3)]], True, "gave no indices of samples"),
+        ([[1, (2, 3)]], True, r"gave no indices of samples \(\(2, 3\)\)"),
         ([1, 50], False, "gave sample 50 for epoch 0, of a dataset that has 0 to 49"),
         ([1, -1], False, "gave sample -1"),
         ([[1], []], True, "gave an empty batch"),
@@ -160,6 +162,38 @@ def test_what_is_no_list_of_samples_is_refused_by_name(monkeypatch, items, batch
     monkeypatch.setattr("pod_runtime.trainer.data.sampling._MOST_TIMES", 1)
     with pytest.raises(UsageError, match=f"^train_set: the DataLoader's Sampler {text}"):
         orders(Sampler(lambda _self: items), batches=batches).of(0)
+
+
+def test_what_a_samplers_own_code_raises_is_told_as_it_is_from_where_it_comes():
+    """Also a TypeError, which is what wrong indices are as well."""
+
+    def broken(items: list[Any], error: Exception) -> Iterator[Any]:
+        yield from items
+        raise error
+
+    class Lazy:
+        def __iter__(self) -> Iterator[int]:
+            raise TypeError("len of a number")
+
+    class Told(Buckets):
+        def set_epoch(self, epoch: int) -> None:
+            raise TypeError("len of a number")
+
+    below = str(Path(__file__).parent)
+    for error in (TypeError("len of a number"), KeyError("a bucket"), ValueError("no lengths")):
+        for items, batches in (([3, 4], False), ([[3, 4]], True)):
+            sampler = Sampler(lambda _s, items=items, error=error: broken(items, error))
+            with pytest.raises(type(error)) as raised:
+                orders(sampler, batches=batches).of(0)
+            assert raised.value is error
+            assert place_of(raised.value, below).startswith("test_sampling.py:")
+    for sampler, batches in (
+        (Sampler(lambda _s: [Lazy()]), True),
+        (Lazy(), False),
+        (Told(), True),
+    ):
+        with pytest.raises(TypeError, match=r"^len of a number$"):
+            orders(sampler, batches=batches).of(0)
 
 
 def test_of_a_sampler_without_an_end_an_epoch_is_as_long_as_is_said():

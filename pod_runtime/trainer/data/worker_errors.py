@@ -45,7 +45,7 @@ def read_or_fail(read: Callable[[], Any]) -> Any:
         return _failed_start
     try:
         return read()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  raised again by `raise_if_failed`
+    except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.code, str):
             raise  # a number, which a signal's handler may have given, ends the worker alone
         text, place = traceback.format_exc(), place_of(error, os.getcwd())
@@ -58,7 +58,7 @@ def read_or_fail(read: Callable[[], Any]) -> Any:
 
 
 class CarryingInit:
-    """Wraps a loader's `worker_init_fn`: where it raises, all that the worker reads is a `Failed`."""
+    """Wraps a loader's `worker_init_fn`: if it raises, all that the worker reads is a `Failed`."""
 
     def __init__(self, init: Callable[[int], Any]) -> None:
         self._init = init

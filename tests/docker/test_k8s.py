@@ -1,6 +1,7 @@
 """The manifests for Kubernetes: valid by its schemas, no rights too many, commands that run."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,11 +17,14 @@ from distill_reader import discovery, serve
 from pod_runtime.run import read_config
 from tests.docker.compose import DOCKER, Service
 from tests.docker.test_compose import command_line
+from tests.k8s_controller.cluster.api_server import ApiServer
+from tests.k8s_controller.test_manifests import VERSIONS as NEWEST
+from tests.k8s_controller.test_manifests import restricted_by
 from tests.support import ROOT
 
 K8S = DOCKER / "k8s"
 OVERLAYS = ("digits", "imagenet-gpu")
-VERSIONS = ("1.29", "1.37")
+VERSIONS = ("1.29", *NEWEST)
 Manifest = dict[str, Any]
 
 
@@ -33,23 +37,36 @@ def base() -> list[Manifest]:
     return [each for name in listed for each in read_all((K8S / "base" / name).read_text())]
 
 
+def prepared(copy: Path, overlay: str) -> Path:
+    """Copy all manifests; return the overlay's folder, with secrets as its user makes them."""
+    shutil.copytree(K8S, copy)
+    folder = copy / overlay
+    (folder / "secrets").mkdir()
+    for name in ("token", "redis_password"):
+        (folder / "secrets" / name).write_text("correct-horse\n")
+    return folder
+
+
+def told(start: str) -> str:
+    """Return the command of the README that begins so, with names of an image filled in."""
+    found = re.search(rf"^{re.escape(start)}[^;\n]*", (K8S / "README.md").read_text(), re.MULTILINE)
+    assert found is not None, start
+    command = found[0].partition("  #")[0]
+    return command.replace("REGISTRY", "registry.example").replace("TAG", "v1")
+
+
 @pytest.fixture(scope="session")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]:
     """What kustomize makes of each overlay, with secrets as its user makes them."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not here: its kustomize puts the overlays together")
-    copy = tmp_path_factory.mktemp("k8s") / "k8s"
-    shutil.copytree(K8S, copy)
+    copy = tmp_path_factory.mktemp("k8s")
     found = {}
     for overlay in OVERLAYS:
-        secrets = copy / overlay / "secrets"
-        secrets.mkdir()
-        for name in ("token", "redis_password"):
-            (secrets / name).write_text("correct-horse\n")
+        folder = prepared(copy / overlay, overlay)
         done = subprocess.run(
-            ["kubectl", "kustomize", str(copy / overlay)], capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
+            ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         found[overlay] = read_all(done.stdout)
@@ -169,23 +186,16 @@ def test_a_roll_out_needs_no_gpu_beyond_those_of_the_teachers(rendered):
 def test_no_pod_can_fill_the_disk_of_its_node(rendered):
     for name, pod in everything(rendered):
         for volume in pod["volumes"]:
-            if "emptyDir" in volume and volume["name"] != "model":
+            if "emptyDir" in volume:
                 assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
 
 
 def test_an_image_that_the_overlay_names_is_that_of_every_container_of_ours(tmp_path: Path):
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not here: its kustomize puts the overlays together")
-    shutil.copytree(K8S, tmp_path / "k8s")
-    overlay = tmp_path / "k8s" / "digits"
-    (overlay / "secrets").mkdir()
-    for name in ("token", "redis_password"):
-        (overlay / "secrets" / name).write_text("correct-horse\n")
+    overlay = prepared(tmp_path / "k8s", "digits")
     # The very command that the README tells those to run who have kubectl alone.
-    told = re.search(r"^printf .*$", (K8S / "README.md").read_text(), re.MULTILINE)
-    assert told is not None
-    command = told[0].replace("REGISTRY", "registry.example").replace("TAG", "v1")
-    subprocess.run(["bash", "-c", command], cwd=overlay, check=True)
+    subprocess.run(["bash", "-c", told("printf ")], cwd=overlay, check=True)
     done = subprocess.run(
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True
     )
@@ -211,11 +221,61 @@ def test_claims_are_made_or_named_as_the_users_own(rendered):
         assert all(f" {claim} " in told for claim in named - made)
 
 
+# --- applied
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_the_readme_says_works_on_an_api_server(overlay: str, tmp_path: Path):
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not here: it applies the overlays")
+    folder = prepared(tmp_path / "k8s", overlay)
+    with ApiServer() as server:
+        store = server.store
+        store.create(store.kind("Namespace"), "", {"metadata": {"name": "edl"}})
+        environment = os.environ | {"KUBECONFIG": str(server.kubeconfig(tmp_path / "config"))}
+
+        def run(start: str) -> str:
+            """Run a command of the README; return what it says of what went wrong."""
+            # Without `--validate`: this API server has no OpenAPI, and others check the schemas.
+            command = told(start).replace("kubectl apply", "kubectl apply --validate=false")
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=folder, env=environment, capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+            return done.stderr
+
+        def teacher() -> Manifest:
+            found: Manifest = store.get(store.kind("Deployment"), "edl", "edl-teacher")["spec"]
+            return found
+
+        assert run("printf ") == run(APPLY) == ""
+        assert len(store.all("NetworkPolicy", "edl")) == len(store.all("Deployment", "edl")) == 3
+        usual = teacher()["replicas"]
+        assert run("kubectl scale ") == ""
+        assert teacher()["replicas"] == 5
+        (folder / "secrets" / "token").write_text("another\n")
+        assert "field is immutable" in run(APPLY), "the Job has the secret's old name"
+        assert run("kubectl delete ") == run(APPLY) == ""
+        secrets = {
+            volume["secret"]["secretName"]
+            for each in (*store.all("Deployment", "edl"), *store.all("Job", "edl"))
+            for volume in each["spec"]["template"]["spec"]["volumes"]
+            if "secret" in volume
+        }
+        assert len(secrets) == 1
+        assert len(store.all("Secret", "edl")) == 2, "the old ones stay, as the README says"
+        assert teacher()["replicas"] == usual
+
+
+APPLY = "kubectl apply "
+
 # --- rights
 
 
 def test_no_pod_has_more_rights_than_it_needs(rendered):
     for name, pod in everything(rendered):
+        assert restricted_by(pod) == [], name
         assert pod["automountServiceAccountToken"] is False, name
         assert pod["enableServiceLinks"] is False, name
         assert pod["securityContext"]["runAsNonRoot"] is True, name

@@ -303,6 +303,8 @@ class Store:
                 raise self._invalid(kind, name, "; ".join(wrong))
         elif kind.kind == "Pod":
             new = self._admitted_pod(kind, new, old)
+        elif kind.kind == "Job" and old and old["spec"]["template"] != new["spec"]["template"]:
+            raise self._invalid(kind, name, "spec.template: Invalid value: field is immutable")
         elif kind.kind == "Secret" and "stringData" in new:
             plain = new.pop("stringData")
             coded = {k: base64.b64encode(v.encode()).decode() for k, v in plain.items()}

@@ -98,7 +98,7 @@ class ResizeBench(Bench):
             job.start(2)
             job.wait_world(2, steps=self._args.settle)
             for kind, world in (("join", 3), ("leave", 2)):
-                yield kind, _planned(job, world, self._args.settle)
+                yield kind, planned(job, world, self._args.settle)
 
     # --- the whole training
 
@@ -192,7 +192,7 @@ def options_of(row: str, overlap: str, spares: int) -> Options:
     )
 
 
-def _planned(job: Job, world: int, settle: int) -> dict[str, float]:
+def planned(job: Job, world: int, settle: int) -> dict[str, float]:
     """Have the job change to `world` trainers; return what that cost."""
     asked = time.monotonic()
     job.grow() if world == 3 else job.shrink()

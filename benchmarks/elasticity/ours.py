@@ -164,7 +164,8 @@ class EdlJob(Job):
         home.mkdir(exist_ok=True)
         node = self.options.nodes[number]
         script = home / "train.sh"
-        script.write_text("exit 1\n" if node.script_fails else self._train_sh())
+        trains = shlex.join([sys.executable, *pod_command(self, self.options)])
+        script.write_text("exit 1\n" if node.script_fails else f"exec {trains}\n")
         low = _FIRST_PORT + (self.port % 20) * 600 + number * _PORTS_PER_NODE
         args = ["--job_server", f"http://{HOST}:{self.port}", "--node_id", self.node_id(number)]
         args += ["--log_dir", str(home / "log"), "--pod_path", str(home / "pods")]
@@ -172,17 +173,6 @@ class EdlJob(Job):
         args += ["--port_range", f"{low}-{low + _PORTS_PER_NODE - 1}", str(script)]
         command = [sys.executable, "-m", "job_client", *args]
         self.clients.append(self.spawn(command, f"client{number}"))
-
-    def _train_sh(self) -> str:
-        command = [
-            sys.executable, "-m", "pod_runtime.launch",
-            "--log_dir", str(self.folder / "trainers"), "--run_dir", str(self.folder / "run"),
-            str(Path(__file__).with_name("train.py")),
-            *trainer_options(self, self.folder / "checkpoint", self.options.save_steps),
-            f"--snapshot_steps={self.options.snapshot_steps}",
-            f"--framework={self.options.framework}", f"--promise={self.options.promise}",
-        ]  # fmt: skip
-        return f"exec {shlex.join(command)}\n"
 
     def submit(self, pods: int) -> None:
         self._wanted = pods
@@ -263,6 +253,18 @@ class EdlJob(Job):
             cwd=ROOT,
         )
         return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+
+
+def pod_command(job: Job, options: Options) -> list[str]:
+    """Return what each pod runs, without the interpreter."""
+    return [
+        "-m", "pod_runtime.launch",
+        "--log_dir", str(job.folder / "trainers"), "--run_dir", str(job.folder / "run"),
+        str(Path(__file__).with_name("train.py")),
+        *trainer_options(job, job.folder / "checkpoint", options.save_steps),
+        f"--snapshot_steps={options.snapshot_steps}",
+        f"--framework={options.framework}", f"--promise={options.promise}",
+    ]  # fmt: skip
 
 
 def _node_of(process: psutil.Process) -> str | None:

@@ -78,6 +78,17 @@ def test_neither_a_server_that_goes_nor_a_bad_node_costs_a_step(tmp_path: Path):
     assert found["node-cold"]["trainers"] == 1
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_pods_are_made_and_changed_by_the_controller_and_without_it(tmp_path: Path):
+    values = run(tmp_path, "-m", "benchmarks.kubernetes", "--rounds", "1", "--settle", "5")
+    assert values.keys() == {
+        "made", "controller join", "controller leave", "plain join", "plain leave",
+    }  # fmt: skip
+    assert values.pop("made")["made_s"] > 0
+    assert [(each["redone"], each["pause_s"] > 0) for each in values.values()] == [(0, True)] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_hundred_random_planned_changes_redo_no_step(tmp_path: Path):

@@ -340,6 +340,8 @@ def died(
     hung_s = 0.0
     if trainer is not None and trainer.hang is not None and trainer.hang.killed:
         reason, hung_s = f"it hung: {trainer.hang}", trainer.hang.silent_s
+        if evidence is not None:
+            evidence = replace(evidence, events=())  # its launcher has killed it
     if code == 0 and run.waits:
         reason = "it ended without having trained: did the script leave before its first step?"
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:

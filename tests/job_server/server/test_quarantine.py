@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from job_server.api import wire
-from job_server.api.errors import Conflict, NotFound
+from job_server.api.errors import BadRequest, Conflict, NotFound
 from job_server.api.text import slot_lines
 from job_server.jobs.events import KillAsked, ResizeAsked
 from job_server.server.service import JobService
@@ -107,6 +107,24 @@ def test_new_pods_are_placed_on_the_other_slots_and_the_job_says_why_it_has_no_m
         (status,) = service.statuses()
         assert [pod.slots for pod in status.pods] == [(0,)]
         assert status.target_pods == 2
+
+
+@pytest.mark.parametrize("how", ["short", "drained", "in quarantine"])
+def test_a_shared_job_is_not_refused_for_slots_that_will_be_used_again(how):
+    with open_service() as service:
+        service.register(cpu_node())
+        used_mb = 63_900 if how == "short" else 0
+        load = wire.NodeLoad(memory_used_mb=used_mb, memory_total_mb=64_000)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", load=load))
+        if how == "drained":
+            service.limit_node("node-a", wire.NodeLimit(slots=0, drain=True))
+        for slot in (0, 1) if how == "in quarantine" else ():
+            service.order_slot("node-a", wire.SlotOrder(slot=slot))
+        assert usable(service) == [False, False]
+        least = wire.JobSpec(job_id="digits", share=True, min_pods=2, max_pods=3)
+        with pytest.raises(BadRequest, match="min_pods: 3 pods of 1 slot each are more than"):
+            service.submit(replace(least, min_pods=3))
+        assert service.submit(least).status == 201
 
 
 def test_a_slot_that_a_job_has_found_bad_is_entered_once_and_again_after_a_restart(tmp_path):

@@ -42,12 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--autoscale_interval_s", type=float, default=5.0, help="between two looks at all of them")
     add("--sharing", choices=sorted(POLICIES), default="goodput", help="policy of `autoscale`")
     add("--no_leader_elect", action="store_true", help="act without a lease: run one only")
-    add("--lease_name", default="edl-controller")
+    add("--lease_name", default="edl-controller", help="of controllers of which one acts")
     add("--lease_namespace", help="default: POD_NAMESPACE, else `default`")
     add("--liveness_port", type=int, default=8081, help="of /healthz, /readyz, /metrics; 0: any")
-    add("--probe_address", default="0.0.0.0")
+    add("--probe_address", default="0.0.0.0", help="where --liveness_port listens")
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
-    add("--log_format", choices=("text", "json"), default="text")
+    add("--log_format", choices=("text", "json"), default="text", help="json: one object per line")
     return parser
 
 

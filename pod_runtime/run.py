@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
-from job_server.api.command_line import make_token, read_token
+from job_server.api.amounts import argument, cores, megabytes, seconds
+from job_server.api.command_line import add_hang_flags, make_token, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import (
-    HANG_POLICIES,
     USUAL_SPARES,
     HangLimits,
     JobSpec,
@@ -129,27 +128,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--max_failures", type=int, default=20, metavar="N", help="then the job has failed (20)")
     add(
+        "--max_restarts_without_progress",
+        type=int,
+        default=3,
+        metavar="N",
+        help="failures in a row without a new step; then the job has failed (3)",
+    )
+    add(
         "--failure_policy",
         metavar="FILE.yaml",
         help="which failures are tried again, where, and which end the job; see docs/failures.md",
     )
 
-    add = parser.add_argument_group("what hangs").add_argument
-    add(
-        "--hang_policy",
-        choices=HANG_POLICIES,
-        default="restart",
-        help="about a trainer that gives no sign of life for ten times its limit: say it, restart "
-        "(default) or fail; at the limit its stacks are shown",
-    )
-    add(
-        "--hang_limits",
-        type=argument(hang_limits),
-        default={},
-        metavar="NAME=TIME,...",
-        help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
-        "evaluation=30min, saving=30min",
-    )
+    add_hang_flags(parser.add_argument_group("what hangs, or is slow").add_argument)
 
     add = parser.add_argument_group("how it ends").add_argument
     add("--grace_s", type=float, default=15.0, metavar="S", help="from SIGTERM to SIGKILL (15)")
@@ -180,6 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("script", help="training script; what follows are its arguments")
     add("args", nargs=argparse.REMAINDER)
+    parser.set_defaults(hang_policy="restart", hang_limits={}, straggler_policy="say")
     return parser
 
 
@@ -252,6 +244,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         standby=args.standby,
         prepare_timeout_s=args.prepare_timeout_s,
         max_failures=args.max_failures,
+        max_restarts_without_progress=args.max_restarts_without_progress,
         grace_s=args.grace_s,
         take_over=args.take_over,
         keep_failed_s=args.keep_failed_s,
@@ -261,6 +254,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         max_run_time_s=args.max_run_time,
         hang_policy=args.hang_policy,
         hang_limits=HangLimits(**args.hang_limits),
+        straggler_policy=args.straggler_policy,
         failure_policy=()
         if args.failure_policy is None
         else read_policy_file("--failure_policy", args.failure_policy),

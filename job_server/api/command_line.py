@@ -1,4 +1,4 @@
-"""What the command lines of all programs share: how they refuse, tokens, the version."""
+"""What command lines share: how they refuse, tokens, flags of several of them, the version."""
 
 import argparse
 import hashlib
@@ -7,11 +7,13 @@ import importlib.metadata
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from job_server.api.amounts import argument, hang_limits
 from job_server.api.errors import ConfigError
+from job_server.api.wire import HANG_POLICIES, STRAGGLER_POLICIES
 
 DEFAULT_PORT = 8180
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
@@ -22,6 +24,33 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def add_hang_flags(add: Callable[..., object]) -> None:
+    """Add what is done about trainers that hang, or are slow; what is not given is None.
+
+    Args:
+        add: `add_argument` of a parser, or of a group of it.
+    """
+    add(
+        "--hang_policy",
+        choices=HANG_POLICIES,
+        help="about a trainer that gives no sign of life for ten times its limit: say it, restart "
+        "(default) or fail; at the limit its stacks are shown",
+    )
+    add(
+        "--hang_limits",
+        type=argument(hang_limits),
+        metavar="NAME=TIME,...",
+        help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
+        "evaluation=30min, saving=30min",
+    )
+    add(
+        "--straggler_policy",
+        choices=STRAGGLER_POLICIES,
+        help="about a rank that computes twice as long as the median: say it (default), or evict "
+        "its pod to a free slot elsewhere",
+    )
 
 
 def read_token(

@@ -492,7 +492,8 @@ def _drain(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 0, 86400)
     known = api.limit_node(args.node, 0, drain=True)
     if args.wait:
-        wait_until_left(api, args.node, args.wait)
+        give_back = f"`edl capacity {args.node} --slots all` lets jobs use the node again"
+        wait_until_left(api, args.node, args.wait, give_back)
     if args.json:
         print(json.dumps(wire.encode(known), indent=2))
         return

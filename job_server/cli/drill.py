@@ -11,8 +11,11 @@ from job_server.api.wire import JobKind, JobState, JobStatus, Way
 LOOK_S = 0.2
 
 
-def wait_until_left(api: ApiClient, node_id: str, wait_s: float) -> None:
+def wait_until_left(api: ApiClient, node_id: str, wait_s: float, otherwise: str) -> None:
     """Wait until no job has a pod on a node.
+
+    Args:
+        otherwise: what the user is told of the node where one has still.
 
     Raises:
         JobServerError: one has still; names it and why.
@@ -26,7 +29,7 @@ def wait_until_left(api: ApiClient, node_id: str, wait_s: float) -> None:
             why = "; ".join(stuck) or f"not within {wait_s:g} s"
             raise JobServerError(
                 f"{node_id}: {names} {'is' if len(here) == 1 else 'are'} still there: {why}; "
-                f"`edl capacity {node_id} --slots all` lets jobs use the node again"
+                f"{otherwise}"
             )
         time.sleep(LOOK_S)
 
@@ -44,13 +47,19 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
     The node is used again afterwards.
 
     Raises:
-        JobServerError: a job cannot leave, or does not in time.
+        JobServerError: a job cannot leave, or does not in time; or the node is drained already.
     """
     before = _jobs_on(api, node_id)
-    limit = next((each.limit for each in api.nodes() if each.node.node_id == node_id), None)
+    known = next((each for each in api.nodes() if each.node.node_id == node_id), None)
+    if known is not None and known.draining:
+        raise JobServerError(
+            f"{node_id} is drained already: {known.draining}; a drill needs a node that jobs may "
+            f"use (`edl capacity {node_id} --slots all` ends an `edl drain`)"
+        )
+    limit = None if known is None else known.limit
     api.limit_node(node_id, 0, drain=True)
     try:
-        wait_until_left(api, node_id, wait_s)
+        wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")
         after = [_settled(api, job, wait_s, lambda job: True) for job in before]
     finally:
         api.limit_node(node_id, limit)

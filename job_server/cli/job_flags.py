@@ -4,18 +4,12 @@ import argparse
 import shlex
 from typing import Any
 
-from job_server.api.amounts import argument, cores, hang_limits, megabytes, seconds
+from job_server.api.amounts import argument, cores, megabytes, seconds
 from job_server.api.codec import WireError, decode, encode
+from job_server.api.command_line import add_hang_flags
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
-from job_server.api.wire import (
-    HANG_POLICIES,
-    STRAGGLER_POLICIES,
-    USUAL_SPARES,
-    JobKind,
-    JobSpec,
-    ScriptKind,
-)
+from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
 from job_server.cli.job_file import read_job_file
 from job_server.server.config import read_script_file
 
@@ -94,7 +88,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="which failures are tried again, where, and which end the job; docs/failures.md",
     )
-    add_hang_flags(parser)
+    add_hang_flags(add)
     add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")
     add(
         "--demand_timeout_s",
@@ -115,30 +109,6 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--del_pods_one_step", type=int, metavar="N", help="of alternate")
     add("--add_pods_one_step", type=int, metavar="N", help="of alternate")
     add("--walk_seed", type=int, metavar="N", help="of walk")
-
-
-def add_hang_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what is done about trainers that hang."""
-    add = parser.add_argument
-    add(
-        "--hang_policy",
-        choices=HANG_POLICIES,
-        help="about a trainer that gives no sign of life for ten times its limit: say it, restart "
-        "(default) or fail; at the limit its stacks are shown",
-    )
-    add(
-        "--hang_limits",
-        type=argument(hang_limits),
-        metavar="NAME=TIME,...",
-        help="step=60s, or steps=20 times as long as one takes; first=10min, data=10min, "
-        "evaluation=30min, saving=30min",
-    )
-    add(
-        "--straggler_policy",
-        choices=STRAGGLER_POLICIES,
-        help="about a rank that computes twice as long as the median: say it (default), or evict "
-        "its pod to a free slot elsewhere",
-    )
 
 
 def _add_sharing_flags(parser: argparse.ArgumentParser) -> None:

@@ -75,8 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=float, default=0.9, help="of made-up jobs (0.9)")
     add("--sigma", type=float, default=1.5, help="of their lognormal durations (1.5)")
     add("--seed", type=int, default=0, help="of made-up jobs, and of the noise (0)")
-    add("--start_cost_s", type=float, default=USUAL_COSTS.start_s, metavar="S")
-    add("--change_cost_s", type=float, default=USUAL_COSTS.change_s, metavar="S")
+    costs = USUAL_COSTS
+    start_help = f"that a job loses by a start ({costs.start_s:g})"
+    change_help = f"that a job loses by a change ({costs.change_s:g})"
+    add("--start_cost_s", type=float, default=costs.start_s, metavar="S", help=start_help)
+    add("--change_cost_s", type=float, default=costs.change_s, metavar="S", help=change_help)
     add("--json", action="store_true", help="print the figures as JSON")
     return parser
 

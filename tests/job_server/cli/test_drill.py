@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.api.wire import JobSpec, JobState, JobStatus, StageRecord, Way
-from job_server.cli.drill import cost, why_it_stays
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobSpec, JobState, JobStatus, NodeStatus, StageRecord, Way
+from job_server.cli.drill import cost, drill_node, why_it_stays
 from job_server.training.machine import new_job
 from job_server.training.views import job_status
+from tests.job_server.world import node, trains, world
 
 
 def record(stage: int, way: Way = Way.REPLACE, pause_s: float | None = None) -> StageRecord:
@@ -51,3 +53,51 @@ def test_why_a_job_does_not_leave_a_drained_node_is_its_warning_s_last_part():
     job = replace(status(FIRST), warnings=("something else", text))
     assert why_it_stays(job, "a") == "its pod stays, as there is no other place"
     assert why_it_stays(job, "b") == ""
+
+
+class Server:
+    """What a drill asks of a job server, about a node with a job that cannot leave."""
+
+    def __init__(self, *, limit: int | None = None, draining: str = "") -> None:
+        self.limit, self.draining = limit, draining
+        running = trains(world(nodes=1, pods=1, total_steps=400))
+        self._job = replace(
+            job_status(running.job, running.now, 1),
+            warnings=("node a is drained: an operator asked for it; there is no other place",),
+        )
+        self._node = node(self._job.pods[0].node_id)
+
+    @property
+    def node_id(self) -> str:
+        return self._node.node_id
+
+    def jobs(self) -> list[JobStatus]:
+        return [self._job]
+
+    def nodes(self) -> list[NodeStatus]:
+        return [
+            NodeStatus(
+                node=self._node, alive=True, last_seen_at=1.0, report={}, limit=self.limit,
+                draining=self.draining,
+            )
+        ]  # fmt: skip
+
+    def limit_node(self, _node_id: str, slots: int | None, *, drain: bool = False) -> None:
+        self.limit, self.draining = slots, "an operator asked for it" if drain else ""
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_drill_that_fails_says_that_the_node_is_used_again_and_it_is(limit):
+    server = Server(limit=limit)
+    with pytest.raises(JobServerError) as failed:
+        drill_node(server, server.node_id, 0.0)
+    assert "is still there: " in str(failed.value)
+    assert str(failed.value).endswith("; the drill is over, and jobs may use the node again")
+    assert (server.limit, server.draining) == (limit, "")
+
+
+def test_a_drill_does_not_end_a_drain():
+    server = Server(limit=0, draining="an operator asked for it (`edl drain`)")
+    with pytest.raises(JobServerError, match=r"is drained already: an operator .*--slots all`"):
+        drill_node(server, server.node_id, 0.0)
+    assert server.draining

@@ -2,7 +2,7 @@
 
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
                       [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
-                      [--adapter MODULE] [--eat FILE]
+                      [--adapter MODULE] [--eat FILE] [--script FILE] [--start_when FILE]
 """
 
 import argparse
@@ -32,8 +32,12 @@ parser.add_argument("--print", dest="text")
 parser.add_argument("--hold", help="no step follows the fifth while this file exists")
 parser.add_argument("--adapter", default="")
 parser.add_argument("--eat", help="once this file exists memory is taken without end")
+parser.add_argument("--script", help="its first line is taken out and executed after 50 steps")
+parser.add_argument("--start_when", help="it comes no further than its imports without this file")
 args = parser.parse_args()
 
+while args.start_when and not os.path.exists(args.start_when):
+    time.sleep(0.05)
 rank = int(os.environ["PADDLE_TRAINER_ID"])
 stage = int(os.environ["EDL_STAGE"])
 if args.ignore_sigterm:
@@ -94,6 +98,7 @@ activity.begin(Doing.PARKED)
 while hear()[0]["do"] != "go":
     pass
 
+made = 0
 eaten: list[bytes] = []
 segment = -1
 if args.snapshot and rank == 0:
@@ -112,6 +117,14 @@ while step < args.steps:
         eaten.append(os.urandom(1 << 20))
     step += 1
     activity.count_step(samples=1)
+    made += 1
+    if args.script and made == 50:
+        with open(args.script, "r+") as script:
+            line, *rest = script.read().splitlines(keepends=True) or ["args.steps = step"]
+            script.seek(0)
+            script.writelines(rest)
+            script.truncate()
+        exec(line)
     if args.fail == step:
         raise ValueError(f"the loss is sad at step {step}")
     say(

@@ -65,6 +65,7 @@ class Server:
             job_status(running.job, running.now, 1),
             warnings=("node a is drained: an operator asked for it; there is no other place",),
         )
+        self.looks_left = 1 << 30  # until it has left all the same
         self._node = node(self._job.pods[0].node_id)
 
     @property
@@ -72,7 +73,11 @@ class Server:
         return self._node.node_id
 
     def jobs(self) -> list[JobStatus]:
-        return [self._job]
+        self.looks_left -= 1
+        return [self._job if self.looks_left > 0 else replace(self._job, pods=())]
+
+    def status(self, _job_id: str) -> JobStatus:
+        return self.jobs()[0]
 
     def nodes(self) -> list[NodeStatus]:
         return [
@@ -101,3 +106,10 @@ def test_a_drill_does_not_end_a_drain():
     with pytest.raises(JobServerError, match=r"is drained already: an operator .*--slots all`"):
         drill_node(server, server.node_id, 0.0)
     assert server.draining
+
+
+def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():
+    server = Server()
+    server.looks_left = 4
+    (line,) = drill_node(server, server.node_id, 60.0)
+    assert line.endswith(": it goes on as it was")

@@ -1,9 +1,11 @@
 """What a drill has cost, in words."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError
 from job_server.api.wire import JobSpec, JobState, JobStatus, NodeStatus, StageRecord, Way
 from job_server.cli.drill import cost, drill_node, why_it_stays
@@ -91,11 +93,15 @@ class Server:
         self.limit, self.draining = slots, "an operator asked for it" if drain else ""
 
 
+def drill(server: Server, wait_s: float) -> list[str]:
+    return drill_node(cast("ApiClient", server), server.node_id, wait_s)
+
+
 @pytest.mark.parametrize("limit", [None, 1])
 def test_a_drill_that_fails_says_that_the_node_is_used_again_and_it_is(limit):
     server = Server(limit=limit)
     with pytest.raises(JobServerError) as failed:
-        drill_node(server, server.node_id, 0.0)
+        drill(server, 0.0)
     assert "is still there: " in str(failed.value)
     assert str(failed.value).endswith("; the drill is over, and jobs may use the node again")
     assert (server.limit, server.draining) == (limit, "")
@@ -104,12 +110,12 @@ def test_a_drill_that_fails_says_that_the_node_is_used_again_and_it_is(limit):
 def test_a_drill_does_not_end_a_drain():
     server = Server(limit=0, draining="an operator asked for it (`edl drain`)")
     with pytest.raises(JobServerError, match=r"is drained already: an operator .*--slots all`"):
-        drill_node(server, server.node_id, 0.0)
+        drill(server, 0.0)
     assert server.draining
 
 
 def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():
     server = Server()
     server.looks_left = 4
-    (line,) = drill_node(server, server.node_id, 60.0)
+    (line,) = drill(server, 60.0)
     assert line.endswith(": it goes on as it was")

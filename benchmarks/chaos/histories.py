@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.job_server.rough_stories import RoughStory
+from tests.job_server.sick_stories import SickStory
 
 _LENGTH = 50  # things that happen in each
 
@@ -35,7 +36,8 @@ def run_histories(first: int, count: int) -> list[str]:
 def run_history(folder: Path, seed: int) -> str:
     """Run one; return what does not hold, in a line, or "". All of it follows from the seed."""
     logging.disable(logging.CRITICAL)  # a full disk's errors are part of it
-    story = RoughStory(seed, folder, late=seed % 3 == 1, shared=seed % 2 == 1)
+    kind = SickStory if seed // 10 % 2 else RoughStory
+    story = kind(seed, folder, late=seed % 3 == 1, shared=seed % 2 == 1)
     try:
         for job_id in story.names[:3]:
             story.submit(job_id)

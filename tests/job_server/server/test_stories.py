@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from tests.job_server.rough_stories import RoughStory
+from tests.job_server.sick_stories import SickStory
 from tests.job_server.stories import Story
 
 
@@ -40,6 +41,13 @@ def test_every_job_comes_to_its_end_and_none_loses_its_newest_state(seed, length
 )
 def test_the_same_holds_with_clocks_that_are_set_full_nodes_and_strangers(seed, length, tmp_path):
     tell(RoughStory(seed, tmp_path, late=seed % 3 == 1, shared=seed % 2 == 1), length)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_holds_with_gpus_that_fail_nodes_that_are_drained_and_slow_trainers(
+    seed, tmp_path
+):
+    tell(SickStory(seed, tmp_path, late=seed % 3 == 1, shared=seed % 2 == 1), 40)
 
 
 def tell(story: Story, length: int) -> None:

@@ -77,7 +77,7 @@ def limit_s(seen: Seen, limits: HangLimits, step_s: float | None, *, busy: bool)
         case Doing.READING:
             return max(step, limits.data_s)
         case Doing.EXCHANGING:  # for whoever of them hangs: that one is said sooner
-            return max(step, limits.data_s, limits.saving_s)
+            return max(step, limits.first_s, limits.data_s, limits.evaluation_s, limits.saving_s)
         case Doing.BETWEEN | Doing.EVALUATING:
             return max(step, limits.evaluation_s)
         case Doing.SAVING:

@@ -55,6 +55,13 @@ def test_each_kind_of_wait_has_its_limit_and_is_acted_on_after_ten(what, limit):
     assert [(at, alarm.act) for at, alarm in alarms] == [(limit, False), (10 * limit, True)]
 
 
+@pytest.mark.parametrize("field", ["step_s", "first_s", "data_s", "evaluation_s", "saving_s"])
+def test_who_waits_for_the_others_may_do_so_for_as_long_as_any_of_them_may_be_silent(field: str):
+    limits = HangLimits(**{field: 9000.0})
+    waits = limit_s(replace(SEEN, doing=Doing.EXCHANGING), limits, 0.1, busy=False)
+    assert waits == 9000
+
+
 def test_who_is_parked_or_done_may_be_silent_for_ever():
     for doing in (Doing.PARKED, Doing.DONE):
         seen = replace(SEEN, doing=doing)

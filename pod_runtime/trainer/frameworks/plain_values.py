@@ -1,5 +1,6 @@
 """Plain values of a state: what layers say of themselves, and objects of the script."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,19 @@ def differ(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return list(one) != list(other)
     return bool(one != other) and not (one != one and other != other)  # NaN is as it was
+
+
+def own_copy(value: Any) -> Any:
+    """Return a value as it is now: its lists, dicts and tensors are copies."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, each in value.items():
+            if type(each) not in _PLAIN:
+                made[key] = own_copy(each)
+        return made
+    if type(value) is list or type(value) is tuple:
+        return type(value)([each if type(each) in _PLAIN else own_copy(each) for each in value])
+    return value.detach().clone() if hasattr(value, "detach") else value
 
 
 def as_list(things: Any) -> list[Any]:

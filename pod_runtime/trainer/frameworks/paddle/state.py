@@ -19,6 +19,7 @@ from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.paddle import tensors
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, fill, make_tensor, to_plain
 from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
+from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
 
@@ -112,7 +113,7 @@ class PaddleOptimizer:
 
     def note_committed(self) -> None:
         """Remember the scheduler's state or the learning rate as it is."""
-        self._committed = self._now()
+        self._committed = own_copy(self._now())
 
     def _now(self) -> dict[str, Any]:
         scheduler = self._scheduler()

@@ -9,6 +9,7 @@ import torch
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_state import BaseState
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.torch import tensors
 from pod_runtime.trainer.frameworks.torch.tensors import (
     dtype_name,
@@ -20,6 +21,8 @@ from pod_runtime.trainer.frameworks.torch.tensors import (
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
+
+_NO_OPTIONS = frozenset(("params", "param_names"))  # of a group
 
 
 class TorchState(BaseState):
@@ -108,10 +111,14 @@ class TorchOptimizer:
 
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""
-        self._committed = self._now()
+        groups, schedulers = self._now()
+        self._committed = own_copy(groups), own_copy(schedulers)
 
     def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        groups = [dict(each) for each in self._optimizer.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name not in _NO_OPTIONS}
+            for group in self._optimizer.param_groups
+        ]
         return groups, [each.state_dict() for each in self._schedulers]
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
@@ -229,8 +236,4 @@ def _made_for(parameter: Any, kind: str, value: Any) -> Any:
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: to_plain(f"optimizer: {name}", value)
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
+    return {name: to_plain(f"optimizer: {name}", value) for name, value in group.items()}

@@ -23,6 +23,7 @@ from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchGradientExchange,
     TorchShardBuffers,
 )
+from pod_runtime.trainer.frameworks.torch.state import TorchOptimizer  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.tensors import from_plain, to_plain  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits  # noqa: E402
 
@@ -597,6 +598,31 @@ def test_a_state_has_the_rates_of_the_last_commit_whatever_the_script_has_set_si
     assert state.fingerprints(of_model=False) != prints, "what is compared is what is there now"
     state.note_committed()
     assert state.scalars(committed=True)["groups"][0]["lr"] == 0.7
+
+
+class RememberingLR(lr_scheduler.LRScheduler):
+    """Halves the rate at each step, and keeps a list of what it has done."""
+
+    def __init__(self, optimizer: SGD) -> None:
+        self.history: list[float] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        self.history.append(float(self.optimizer.param_groups[0]["lr"]))
+        return [group["lr"] * 0.5 for group in self.optimizer.param_groups]
+
+
+def test_rates_that_are_tensors_and_lists_of_a_scheduler_are_those_of_the_last_commit_too():
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    scheduler = RememberingLR(optimizer)
+    state = TorchOptimizer(model, optimizer, [scheduler])
+    state.note_committed()
+    committed = state.scalars(committed=True)
+    optimizer.step()
+    scheduler.step()
+    assert state.scalars() != committed
+    assert state.scalars(committed=True) == committed
 
 
 def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():

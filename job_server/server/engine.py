@@ -756,7 +756,14 @@ class Engine:
             BadRequest: it needs more than the cluster has, or a job that will not succeed.
         """
         jobs = {job_id: entry.job for job_id, entry in self.jobs.items()}
-        why = why_not_after(spec, jobs) or why_never(spec, self._node_uses(self.now()))
+        # Nodes as they registered: what is short, drained or in quarantine will be used again.
+        uses = [
+            replace(use, node=known.node, limit=None if known.drained else use.limit)
+            for use, known in zip(
+                self._node_uses(self.now()), self.registry.nodes.values(), strict=True
+            )
+        ]
+        why = why_not_after(spec, jobs) or why_never(spec, uses)
         if why:
             raise BadRequest(why)
 

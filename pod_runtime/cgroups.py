@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 _PROC = Path("/proc/self")
 
@@ -97,6 +98,43 @@ def oom_kills(proc: Path = _PROC) -> OomKills | None:
                 return OomKills(count=count, of="its control group")
     count = _counter(proc.parent / "vmstat")
     return None if count is None else OomKills(count=count, of="this machine")
+
+
+class OomWatch:
+    """Tells of which deaths the kernel's OOM killer was the cause, by its count.
+
+    Each of its kills explains one death, which comes soon after it: others' processes may be
+    counted as well.
+    """
+
+    SOON_S: ClassVar[float] = 60.0  # from a kill; to free much memory takes some seconds
+
+    def __init__(self, proc: Path = _PROC) -> None:
+        self._proc = proc
+        self._known = oom_kills(proc)
+        self._seen_at: list[float] = []  # kills that no death was explained by
+
+    def look(self, now: float) -> None:
+        """Notice new kills. Call it every few seconds.
+
+        Args:
+            now: seconds, of a clock that never goes back.
+        """
+        before, self._known = self._known, oom_kills(self._proc)
+        if before is not None and self._known is not None:
+            more = max(0, self._known.count - before.count)
+            self._seen_at += [now] * min(more, 1000)
+        self._seen_at = [at for at in self._seen_at if now < at + self.SOON_S]
+
+    def explain(self, now: float) -> str | None:
+        """Return in words that a death just now was a kill; "": it was not; None: nobody knows."""
+        self.look(now)
+        if self._known is None:
+            return None
+        if not self._seen_at:
+            return ""
+        del self._seen_at[0]
+        return f"oom_kill of {self._known.of} has risen to {self._known.count}"
 
 
 def _counter(path: Path) -> int | None:

@@ -27,7 +27,7 @@ from job_server.api.wire import (
     StagePlan,
 )
 from pod_runtime.activity import Seen, look, open_page
-from pod_runtime.cgroups import oom_kills
+from pod_runtime.cgroups import OomWatch
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -90,7 +90,7 @@ class Launcher:
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
         self._inbox: queue.SimpleQueue[LinkEvent | _StacksTaken] = queue.SimpleQueue()
-        self._oom_kills = oom_kills()
+        self._oom = OomWatch()
         self._look_at = 0.0  # when the trainers' pages are looked at next
         self._silences: dict[int, hangs.Silence] = {}  # by pid
         # By pid: since when its time is told, and the processor time that it had used then.
@@ -301,27 +301,24 @@ class Launcher:
 
         Args:
             killed: it, or a process of it, was killed: by the kernel's OOM killer, if that has
-                killed one more. Each of its kills explains one death.
+                killed one more.
         """
         lines = () if trainer is None else trainer.last_lines()
         if not killed:
             return state.Evidence(last_lines=lines), ""
-        now, before = oom_kills(), self._oom_kills
-        self._oom_kills = now
-        if now is None:
+        why = self._oom.explain(time.monotonic())
+        if why is None:
             why = "whether by the kernel, for lack of memory, cannot be read here"
             return state.Evidence(last_lines=lines), why
-        if before is None or now.count <= before.count:
-            return state.Evidence(last_lines=lines), ""
-        self._oom_kills = dataclasses.replace(before, count=before.count + 1)
-        why = f"oom_kill of {now.of} has risen to {now.count}"
-        return state.Evidence(events=(OOM_KILL,), last_lines=lines), why
+        events = (OOM_KILL,) if why else ()
+        return state.Evidence(events=events, last_lines=lines), why
 
     # --- trainers that hang -------------------------------------------------------------------
 
     def _look_at_trainers(self) -> None:
         now = time.monotonic()
         self._look_at = now + hangs.LOOK_S
+        self._oom.look(now)
         limits = None if self._pod.orders is None else self._pod.orders.hang_limits
         if limits is None:
             return

@@ -10,6 +10,7 @@ import pytest
 from pod_runtime.cgroups import (
     MemoryLimit,
     OomKills,
+    OomWatch,
     cpu_quota,
     cpu_used_s,
     memory_limit,
@@ -156,3 +157,30 @@ def test_kills_for_lack_of_memory_are_those_of_the_own_group_in_either_version(p
     (v2 / "a" / "memory.events").unlink()
     group(mount(proc, "cgroup", "memory") / "a", memory__oom_control="under_oom 0\noom_kill 5")
     assert oom_kills(proc) == OomKills(count=5, of="its control group")
+
+
+def test_a_kill_explains_one_death_that_comes_soon_after_it(proc: Path):
+    events = proc.parent / "vmstat"
+    events.write_text("oom_kill 7\n")
+    watch = OomWatch(proc)
+    assert watch.explain(10.0) == ""
+    events.write_text("oom_kill 9\n")
+    assert watch.explain(20.0) == "oom_kill of this machine has risen to 9"
+    assert watch.explain(20.5) == "oom_kill of this machine has risen to 9"
+    assert watch.explain(21.0) == ""
+
+
+def test_a_kill_that_nobody_here_has_died_of_explains_no_later_death(proc: Path):
+    events = proc.parent / "vmstat"
+    events.write_text("oom_kill 7\n")
+    watch = OomWatch(proc)
+    events.write_text("oom_kill 8\n")  # of another pod, or another program
+    watch.look(100.0)
+    watch.look(130.0)
+    assert watch.explain(100.0 + OomWatch.SOON_S + 1) == ""
+    events.write_text("oom_kill 9\n")
+    assert watch.explain(200.0)
+
+
+def test_where_nothing_counts_kills_nobody_knows(proc: Path):
+    assert OomWatch(proc).explain(1.0) is None

@@ -827,8 +827,11 @@ def test_a_trainer_that_was_killed_since_it_hung_is_reported_so_whatever_comes_l
     pod = training_pod()
     pod.pod = state.killed_as_hung(pod.pod, (1, 0), 1, "no sign of life", 600.0)
     pod.pod = state.hung(pod.pod, (1, 0), 1, state.TrainerHang(text="its stacks", silent_s=60.0))
-    (failed,) = reports(pod.die(1, -9))
+    evidence = state.Evidence(events=("oom_kill",), last_lines=("that is all",))
+    pod.pod = state.died(pod.pod, (1, 0), 1, -9, "", evidence)
+    (failed,) = reports(pod.settle())
     assert (failed.kind, failed.hung_s) == (ReportKind.FAILED, 600.0)
+    assert (failed.events, failed.last_lines) == ((), ("that is all",)), "its launcher did it"
     assert failed.reason == "it hung: no sign of life"
 
 

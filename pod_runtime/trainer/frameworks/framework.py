@@ -257,6 +257,7 @@ class Framework:
     """One model, its optimizer and the device they live on, as the loop sees them."""
 
     module: str  # which a process that is kept for a later trainer imports ahead
+    axis: str  # by which argument its functions call a dimension
     # Returns what has to be the same of model and optimizer on all ranks, as JSON types.
     terms: Callable[[], dict[str, Any]]
     group: FrameworkGroup

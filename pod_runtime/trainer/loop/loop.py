@@ -787,7 +787,14 @@ def explain_error(error: BaseException) -> str:
     here = None if step is None else step.shard_samples
     if step is None or here is None or here == step.samples or not _SIZES.search(str(error)):
         return ""
-    return (
+    hint = (
         f"the batch of {step.samples} is cut into shards, and the loop's body has one of {here} "
         f"here: take sizes from the shard (len), not from the batch size"
     )
+    if loop is not None and here == 1:
+        axis = loop._framework.axis
+        hint += (
+            f"; and name the dimension that squeeze() takes out, squeeze({axis}): without a name "
+            f"it takes out that of the samples as well, where there is one sample"
+        )
+    return hint

@@ -74,6 +74,7 @@ def paddle_framework(
         )
     return Framework(
         module=__name__,
+        axis="axis",
         terms=lambda: terms_of(model, optimizers, on_host=on_host),
         group=group,
         state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),

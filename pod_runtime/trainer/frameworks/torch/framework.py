@@ -83,6 +83,7 @@ def torch_framework(
         )
     return Framework(
         module=__name__,
+        axis="dim",
         terms=lambda: terms_of(model, optimizers, device),
         group=group,
         state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),

@@ -81,8 +81,8 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
     "squeeze": (
         {"BODY": "loss = bce(model(inputs)[:, :1].squeeze(), labels.reshape([-1]).to(inputs.dtype)"
                  ".reshape([len(labels)]) * 1.0 if len(labels) > 1 else draw(2))"},
-        r"in a short batch of 11, whose last shard has one\n    the batch of 11 is cut into shards.* "
-        r"of 1 here: .*; and name the dimension that squeeze\(\) takes out, squeeze\((AXIS)\)",
+        r"in a short batch of 11, whose last shard has one\n    the batch of 11 is cut into shards"
+        r".* of 1 here: .*; and name the dimension that squeeze\(\) takes out, squeeze\((AXIS)\)",
         True,
     ),
     "sum": ({"BODY": SUM}, r"script\.py:\d+: loss: in 3 shards it is 0\.3\d times", True),

@@ -6,7 +6,7 @@ keeps its least: it gives way to others, and is stopped for none.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from job_server.sharing.allocate import JobView, Policy, allocate
@@ -119,7 +119,8 @@ def look(
                 changing.add(name)
                 missing = job.has.replicas - len(job.pods)
                 claims += [Claim(needs=each, nodes=there)] * missing
-            claims += [claim for _, pod in job.pods for claim in _claims(pod, nodes)]
+            for pod, is_surplus in _surplus(job):
+                claims += _claims(pod, nodes, going=is_surplus and not job.spec.suspend)
             continue
         if bound.total() < len(job.pods):
             unplaced[name] = next(
@@ -211,12 +212,27 @@ def _candidate(job: Object, classes: Mapping[str, Object], usual: int) -> _Candi
     )
 
 
-def _claims(pod: Object, nodes: Sequence[Object]) -> list[Claim]:
-    """Return what a pod has, or waits for; nothing if the scheduler is not to look at it."""
+def _surplus(job: _Candidate) -> Iterator[tuple[Object, bool]]:
+    """Yield a job's pods, and whether it is about to give them up, as it was reckoned."""
+    stay, more = Counter(job.has.nodes), len(job.pods) - job.has.replicas
+    for pod, listed in job.pods:
+        is_surplus = more > 0 and not stay[pod.node]
+        more -= is_surplus
+        stay[pod.node] -= not is_surplus
+        yield listed, is_surplus
+
+
+def _claims(pod: Object, nodes: Sequence[Object], *, going: bool = False) -> list[Claim]:
+    """Return what a pod has, or waits for; nothing if the scheduler is not to look at it.
+
+    Args:
+        going: it is about to be deleted, if it is not already.
+    """
     spec, needs = pod["spec"], requests_of(pod["spec"])
+    going |= "deletionTimestamp" in pod["metadata"]
     if spec.get("nodeName"):
-        return [Claim(needs=needs, node=str(spec["nodeName"]))]
-    if spec.get("schedulingGates") or "deletionTimestamp" in pod["metadata"]:
+        return [Claim(needs=needs, node=str(spec["nodeName"]), going=going)]
+    if spec.get("schedulingGates") or going:
         return []
     return [Claim(needs=needs, nodes=usable_nodes(spec, nodes))]
 

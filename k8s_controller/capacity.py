@@ -23,6 +23,7 @@ class Claim:
 
     needs: Resources
     node: str = ""  # "": not scheduled yet
+    going: bool = False  # it is on its node for a little longer
     nodes: frozenset[str] = frozenset()  # where it may be, while it is not scheduled
 
 
@@ -158,41 +159,45 @@ def rooms(
 ) -> tuple[list[NodeRoom], bool]:
     """Return the nodes, with the claims as what others use of them, and whether all were counted.
 
-    A claim that is not scheduled is counted where there is room for it, or would be if jobs gave
-    way there, so that they do. One for which no node can make room is left out.
+    A claim that is not scheduled is counted where there is room for it or will be when others have
+    gone, or would be if jobs gave way there, so that they do. One for which no node can make room
+    is left out. What is going has its room until it has gone, and no other one gets that.
 
     Args:
         held: node -> what the jobs that we move have there.
         givable: node -> the part of it that they could give up.
     """
     capacity = {str(node["metadata"]["name"]): capacity_of(node) for node in nodes}
-    foreign = dict.fromkeys(capacity, NOTHING)
+    foreign = dict.fromkeys(capacity, NOTHING)  # of those that stay
+    going, coming = dict(foreign), dict(foreign)
     waiting = []
     for claim in claims:
         if claim.node in foreign:
-            foreign[claim.node] = add(foreign[claim.node], claim.needs)
+            where = going if claim.going else foreign
+            where[claim.node] = add(where[claim.node], claim.needs)
         elif not claim.node:
             waiting.append(claim)
     complete = True
     for claim in sorted(waiting, key=lambda each: each.needs, reverse=True):
         best = None
         for name in sorted(claim.nodes & foreign.keys()):
-            used = add(add(foreign[name], held.get(name, NOTHING)), claim.needs)
-            left = subtract(capacity[name], used)
+            used = add(add(foreign[name], coming[name]), held.get(name, NOTHING))
+            left = subtract(subtract(capacity[name], used), claim.needs)
             could = add(left, givable.get(name, NOTHING))
             if not _fits(could, claim.needs):
                 continue
-            key = (_fits(left, claim.needs), left)
+            now = subtract(left, going[name])
+            key = (_fits(left, claim.needs), _fits(now, claim.needs), left)
             if best is None or key > best[0]:
                 best = key, name
         if best is None:
             complete = False
         else:
-            foreign[best[1]] = add(foreign[best[1]], claim.needs)
-    found = [
-        NodeRoom(node_id=name, capacity=has, foreign=foreign[name])
-        for name, has in sorted(capacity.items())
-    ]
+            coming[best[1]] = add(coming[best[1]], claim.needs)
+    found = []
+    for name, has in sorted(capacity.items()):
+        both = Resources(*map(max, going[name], coming[name]))  # one after the other
+        found.append(NodeRoom(node_id=name, capacity=has, foreign=add(foreign[name], both)))
     return found, complete
 
 

@@ -99,6 +99,12 @@ def pods_of(name: str, **on: int) -> list[Object]:
     return [pod(f"{name}-{n}-{i}", n, job=name) for n, count in on.items() for i in range(count)]
 
 
+def leaving(pods: list[Object]) -> list[Object]:
+    for each in pods:
+        each["metadata"]["deletionTimestamp"] = time_text(NOW)
+    return pods
+
+
 def decided(
     jobs: list[Object],
     pods: list[Object],
@@ -179,6 +185,34 @@ def test_pods_of_others_that_wait_are_given_room_where_they_may_be():
     assert (news.replicas, news.reason, news.nodes) == (6, "others use n", {"m": 4, "n": 2})
     for hopeless in (pod("web", cpu="5"), pod("web", schedulingGates=[{"name": "x"}])):
         assert decided([first], [*placed, hopeless], both) == {}
+
+
+def test_what_waits_for_the_room_of_pods_that_are_going_takes_no_more():
+    first = job("a", 1, 4, has=2)
+    gone = leaving([pod("a-2", "n", job="a"), pod("a-3", "n", job="a")])
+    waiting = [pod("b-0"), pod("b-1")]
+    there = [*pods_of("a", n=2), *gone]
+    assert decided([first], [*there, *waiting], [node("n")]) == {}
+    assert decided([first], [*there, *waiting, pod("c")], [node("n")]) == {"a": (1, "others use n")}
+
+
+def test_what_waits_for_the_room_that_a_job_is_about_to_leave_takes_none_of_another():
+    changing = job("a", 1, 4, has=4, at=NOW - 1)
+    changing["status"]["autoscale"] = Autoscale(
+        replicas=2, reason="gives way to default/b", since=NOW - 1, nodes={"m": 2}
+    ).write()
+    starting = job("b", 2, 2, at=NOW - 1)
+    starting["status"]["autoscale"] = Autoscale(
+        replicas=2, reason="starts with its least, 2", since=NOW - 1, nodes={"n": 2}
+    ).write()
+    third = job("c", 1, 2, has=2)
+    both = [node("m", "4"), node("n", "2")]
+    there = [*pods_of("a", m=2, n=2), *pods_of("c", m=2)]
+    jobs = [changing, starting, third]
+    assert decided(jobs, there, both) == {}  # the pods of b are not made yet
+    made = [pod("b-0", job="b"), pod("b-1", job="b")]
+    assert decided(jobs, [*there, *made], both) == {}
+    assert decided(jobs, [*there, *made, pod("web")], both) == {"c": (1, "others use m")}
 
 
 def test_a_pod_is_given_up_where_others_wait_though_there_is_room_elsewhere():
@@ -377,11 +411,16 @@ class Story:
         self.nodes = [node(f"n{i}", str(self.random.randint(2, 8))) for i in range(3)]
         self.jobs: dict[str, _Job] = {}
         self.others: dict[str, Object] = {}
+        self.going: list[tuple[float, Object]] = []  # until when, and a pod
         self.decisions: list[tuple[float, str, int, str]] = []
 
     def all_pods(self) -> list[Object]:
         own = [each for job_ in self.jobs.values() for each in job_.pods.values()]
-        return [*self.others.values(), *own]
+        return [*self.others.values(), *own, *(each for _, each in self.going)]
+
+    def remove(self, pods: Object, name: str) -> None:
+        """Delete a pod, which takes its time to end."""
+        self.going.append((self.now + self.random.uniform(0, 8), *leaving([pods.pop(name)])))
 
     def happen(self) -> None:
         chance = self.random.random()
@@ -396,21 +435,24 @@ class Story:
             name = f"o{int(self.now)}"
             self.others[name] = pod(name, cpu=str(self.random.randint(1, 2)), created_at=self.now)
         elif chance < 0.07 and self.others:
-            del self.others[self.random.choice(list(self.others))]
+            self.remove(self.others, self.random.choice(list(self.others)))
 
     def tick(self) -> None:
         self.now += 1.0
+        self.going = [each for each in self.going if each[0] > self.now]
         self.schedule()
         for name, each in list(self.jobs.items()):
             self.follow(each)
             if each.work_s <= 0:
+                for pod_name in list(each.pods):
+                    self.remove(each.pods, pod_name)
                 del self.jobs[name]
         if int(self.now) % 5 == 0:
             self.decide()
 
     def schedule(self) -> None:
         for each in self.all_pods():
-            if "nodeName" in each["spec"]:
+            if "nodeName" in each["spec"] or "deletionTimestamp" in each["metadata"]:
                 continue
             for where in self.nodes:
                 if self.free(where) >= requests_of(each["spec"]).cpu_milli:
@@ -453,7 +495,7 @@ class Story:
                     staying.append(name)
             going = [*idle, *(name for name in reversed(bound) if name not in staying), *staying]
             for name in going[: len(each.pods) - wanted]:
-                del each.pods[name]
+                self.remove(each.pods, name)
             bound = [name for name in bound if name in each.pods]
         if self.now >= each.ready_at:
             raw["trainingReplicas"] = len(bound)

@@ -420,7 +420,8 @@ class Story:
 
     def remove(self, pods: Object, name: str) -> None:
         """Delete a pod, which takes its time to end."""
-        self.going.append((self.now + self.random.uniform(0, 8), *leaving([pods.pop(name)])))
+        (gone,) = leaving([pods.pop(name)])
+        self.going.append((self.now + self.random.uniform(0, 8), gone))
 
     def happen(self) -> None:
         chance = self.random.random()

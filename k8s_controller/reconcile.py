@@ -344,14 +344,15 @@ class _Pass:
         elif server.job.state is JobState.PAUSED:
             saved = server.job.saved
             if saved is not None and (saved.spare or _dies_with_pod(saved.path)):
-                self._condition(
-                    states.SUSPENDED,
-                    False,
-                    "NotDurable",
+                words = (
                     f"it is paused, but its state is in a pod's own folder, {saved.path}, which "
                     "goes with the pod; so the pods stay. Give the training a checkpoint path on "
-                    "a volume, or a URL",
+                    "a volume, or a URL"
                 )
+                known = self.status.conditions.get(states.SUSPENDED)
+                if known is None or known.reason != "NotDurable":
+                    self._say("NotDurable", words, warning=True)
+                self._condition(states.SUSPENDED, False, "NotDurable", words)
                 return
             where = "" if saved is None else f" at step {saved.step}, written to {saved.path}"
             self._is_suspended(f"paused{where}")
@@ -612,7 +613,8 @@ class _Pass:
         runs = job is not None and job.state in _RUNS and self.status.training > 0
         if job is not None:
             self._condition(states.RUNNING, runs, job.state.value.title(), job.reason)
-        if self.status.holds(states.SUSPENDED):
+        is_paused = self.spec.suspend and job is not None and job.state is JobState.PAUSED
+        if self.status.holds(states.SUSPENDED) or is_paused:
             phase = Phase.SUSPENDED
         elif server is None:  # as it was: the training does not need the server to go on
             phase = self.status.phase

@@ -279,6 +279,11 @@ def test_a_state_that_would_go_with_a_pod_keeps_the_pods(path):
     outcome = look(spec, paused)
     assert outcome.steps == ()
     assert outcome.status.conditions[states.SUSPENDED].reason == "NotDurable"
+    assert outcome.status.phase is Phase.SUSPENDED, "nothing starts"
+    (told,) = outcome.notices
+    assert told.warning
+    assert f"its state is in a pod's own folder, {path}" in told.message
+    assert look(spec, paused, outcome.status, NOW + 1).notices == (), "once"
 
 
 def test_a_job_that_is_no_longer_suspended_goes_on_when_its_pods_are_there():

@@ -101,6 +101,11 @@ class Machine:
     died_at: float = -math.inf  # its client, the last time
     cut_at: float = -math.inf
 
+    def cut(self, now: float) -> None:
+        """Nothing more is heard of it; it goes on looking stopped if it did."""
+        if not self.looks_stopped:
+            self.cut_at = now
+
     @property
     def looks_stopped(self) -> bool:
         """Whether its client died as it was cut off: docs/known-limits.md says what follows."""
@@ -493,7 +498,7 @@ class Story:
         def toggle_link() -> None:
             machine.link = not machine.link
             if not machine.link:
-                machine.cut_at = self.now
+                machine.cut(self.now)
 
         def toggle_client() -> None:
             machine.client, machine.server_id = not machine.client, ""
@@ -517,7 +522,9 @@ class Story:
 
         def cut_all_off() -> None:
             for each in self.machines.values():
-                each.link, each.cut_at = False, self.now if each.link else each.cut_at
+                if each.link:
+                    each.cut(self.now)
+                each.link = False
                 self.round()
 
         def restart() -> None:
@@ -560,6 +567,8 @@ class Story:
             for _ in range(1 + self.rng.randrange(5)):
                 self.round()
         elif chance < 0.5:
+            for machine in self.machines.values():
+                machine.cut(self.now)  # nobody says anything meanwhile
             self.pass_to(self.now + self.rng.choice([0.7, 3.0, 20.0]))
         elif chance < 0.75:
             self.trouble()

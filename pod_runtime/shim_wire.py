@@ -22,8 +22,8 @@ Requests, each `{"op": ...}`, and their answers:
     watch              {"ok": true}, then nothing: the connection closes when the shim dies
     watch  exit: true  {"ok": true}, and {"ok": true, "exit": PodExit} once the pod has ended
 
-A shim whose script has ended stays as long as it holds a segment: until `release`, or until no
-request and no watcher has come for `LINGER_S` (after a SIGTERM to the shim itself:
+A shim whose script has ended stays as long as it holds a segment: until `release`, or until there
+was no request and no watcher for `LINGER_S` (after a SIGTERM to the shim itself:
 `SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}. On SIGHUP it listens
 again where its socket is gone, with its folder.
 """

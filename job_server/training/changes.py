@@ -25,6 +25,10 @@ KILL_NOTICED_S = 5.0  # within which the server learns that a killed pod is dead
 
 def may_change(job: Job, now: float) -> bool:
     """Return whether a change can begin now: one at a time, and only while training is stable."""
+    return _is_stable(job) and not _may_declare(job, now)
+
+
+def _is_stable(job: Job) -> bool:
     stage = job.active
     if stage is None or job.goal is not Goal.RUN or job.state.ended:
         return False
@@ -40,9 +44,17 @@ def may_change(job: Job, now: float) -> bool:
         return False
     if job.elastic:  # before its first step a stage has nothing to agree on
         return stage.first_step_at is not None
-    # A first stage is active as soon as its trainers have been started. Changing it by `stop` at
-    # once could cost steps of trainers that are about to call the elastic loop.
-    return job.commits > 1 or now >= declare_deadline(stage)
+    return True
+
+
+def _may_declare(job: Job, now: float) -> bool:
+    """Return whether trainers of a first stage may be about to call the elastic loop.
+
+    It is active as soon as they have been started. A change by `stop` could cost steps of theirs.
+    """
+    if job.elastic or job.commits > 1 or job.active is None:
+        return False
+    return now < declare_deadline(job.active)
 
 
 def declare_deadline(stage: JobStage) -> float:
@@ -313,8 +325,11 @@ def resize(work: Work, pods: int) -> None:
     change = ManualChange(pods=pods, asked_at_s=job.progress.script_s)
     work.set(queue=replace(job.queue, resize=change))
     if not may_change(job, work.now):
-        text = f"resize to {pods}: waits until what is going on is over"
-        work.note(text, lasting=False)
+        why = "until what is going on is over"
+        if job.active is not None and _is_stable(job):
+            left_s = declare_deadline(job.active) - work.now
+            why = f"{left_s:.0f} s, as its trainers may be about to call the elastic loop"
+        work.note(f"resize to {pods}: waits {why}", lasting=False)
 
 
 def ask_again(work: Work, stage: JobStage) -> None:

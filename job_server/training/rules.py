@@ -124,6 +124,9 @@ def _succeed(work: Work) -> None:
     busy = any(pod.launcher_done and not pod.leaving for pod in work.job.pods)
     if stage.members and stage.all_in(PodStagePhase.FINISHED) and not busy:
         warn_plain(work, ended=True)
+        resize = work.job.queue.resize
+        if resize is not None:
+            work.note(f"resize to {resize.pods}: not made, as the training was over before")
         finish(work, JobState.SUCCEEDED, "all pods have exited with 0")
 
 

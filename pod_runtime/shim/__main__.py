@@ -49,7 +49,7 @@ class Shim:
         self.exit: PodExit | None = None  # None: processes of the pod are left
         self.segments = SegmentStore()
         self.released = False
-        self.asked_at = time.monotonic()
+        self.asked_at = time.monotonic()  # by a request, a watcher, a signal, the script's end
         self._watchers: dict[LineSocket, bool] = {}  # True: wants a message at the exit
         self._connections: list[LineSocket] = []
         self._wake = wake
@@ -65,9 +65,9 @@ class Shim:
             self._after_reaping()
             timeout = self.script.tick()
             if self.exit is not None:
-                if self._finished():
+                timeout = self._lingers_s()
+                if timeout <= 0:
                     break
-                timeout = shim_wire.LINGER_S / 10
             for key, _ in self._selector.select(timeout):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -78,20 +78,23 @@ class Shim:
         for connection in list(self._connections):
             self._drop(connection)
 
-    def _finished(self) -> bool:
-        """Whether the segments are not needed any more. No process of the pod is left."""
+    def _lingers_s(self) -> float:
+        """Return for how long the segments may still be needed. No process of the pod is left."""
         if self.released or not len(self.segments):
-            return True
+            return 0.0
         # When a whole machine is stopped, all get a signal at once: give the client time to fetch
         # what is held here.
         linger_s = shim_wire.SIGNALLED_LINGER_S if self.signalled else shim_wire.LINGER_S
-        return not self._watchers and time.monotonic() - self.asked_at > linger_s
+        if self._watchers:
+            return linger_s
+        return self.asked_at + linger_s - time.monotonic()
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
             numbers = set(os.read(self._wake, 4096))
             if numbers & {signal.SIGTERM, signal.SIGINT}:
                 self.signalled = True
+                self.asked_at = time.monotonic()
                 self.script.stop(_grace_of_environment(), "the shim was told to end")
             if signal.SIGHUP in numbers and not (self.pod_dir / "sock").exists():
                 self._listen_again()
@@ -121,6 +124,7 @@ class Shim:
             script.stop(_grace_of_environment(), "the script ended and left processes behind")
         if script.gone:
             self.exit = script.exit()
+            self.asked_at = time.monotonic()
             self._write_exit(self.exit)
             for watcher, wants_exit in list(self._watchers.items()):
                 if wants_exit:
@@ -163,7 +167,8 @@ class Shim:
     def _drop(self, line: LineSocket) -> None:
         if line in self._connections:
             self._connections.remove(line)
-            self._watchers.pop(line, None)
+            if self._watchers.pop(line, None) is not None:
+                self.asked_at = time.monotonic()
             self._selector.unregister(line.socket)
             line.close()
 

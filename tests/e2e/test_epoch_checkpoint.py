@@ -9,7 +9,7 @@ import pytest
 
 from job_server.api.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import Cluster
-from tests.support import ROOT, require, wait_until
+from tests.support import ROOT, require, standing_still, wait_until
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 require("sklearn", "trains on its digits")
@@ -49,6 +49,9 @@ def test_no_epoch_is_skipped_when_pods_come_and_a_trainer_is_killed(cluster: Clu
     cluster.submit(JobSpec(job_id="epochs", pods=1, max_pods=2, grace_s=3))
     wait_until(lambda: (0, 1) in epochs_done(cluster), 180, "an epoch of one trainer")
     cluster.api().resize("epochs", 2)
+    # All epochs take less time than a first stage waits for trainers that call the elastic loop.
+    with standing_still(cluster.trainers()):
+        cluster.wait_for(lambda now: len(now.stages) > 1, "the change has begun")
     wait_until(
         lambda: any(trainers == 2 for _epoch, trainers in epochs_done(cluster)), 180, "two trainers"
     )

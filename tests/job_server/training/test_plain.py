@@ -35,6 +35,17 @@ def test_a_change_of_a_script_without_the_loop_is_warned_of_once():
     assert any("afresh: none has called the elastic loop" in text for text in made.reasons)
 
 
+def test_a_resize_of_a_first_stage_says_how_long_it_waits_and_that_it_came_too_late():
+    made = world(elastic=False, pods=1, total_steps=8)
+    made.run_until(JobState.RUNNING)
+    made.resize(2)
+    waits = "waits 10 s, as its trainers may be about to call the elastic loop"
+    assert waits in made.reasons[-1]
+    made.run_until(JobState.SUCCEEDED)
+    assert [record.pods for record in made.job.records] == [1]
+    assert "resize to 2: not made, as the training was over before" in made.reasons[-1]
+
+
 def test_one_that_runs_long_is_warned_of_before_any_change():
     made = trains(world(elastic=False, pods=1))
     made.rounds(int(LOOP_S) * 4)

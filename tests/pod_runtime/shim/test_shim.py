@@ -1,5 +1,6 @@
 """Real processes, because a fake cannot show that no trainer outlives its pod."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,12 @@ IGNORES_SIGTERM = """
 def start_shim(tmp_path: Path) -> Iterator[StartShim]:
     """Start a shim in a folder of its own; every process of it is gone when the test ends."""
     shims: list[subprocess.Popen[bytes]] = []
+    folders: list[Path] = []
 
     def start(*command: str, name: str = "pod", **env: str) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
+        folders.append(folder)
         argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(folder), "--"]
         environ = {**os.environ, "EDL_GRACE_S": "5", "MARK": str(tmp_path), **env}
         shims.append(subprocess.Popen([*argv, *command], cwd=tmp_path, env=environ))
@@ -46,8 +50,10 @@ def start_shim(tmp_path: Path) -> Iterator[StartShim]:
         return folder
 
     yield start
-    for shim in shims:
+    for shim, folder in zip(shims, folders, strict=True):
         if shim.poll() is None:
+            with contextlib.suppress(ShimError):  # a SIGTERM alone leaves a client time to fetch
+                ask(folder, op="release")
             shim.terminate()
             try:
                 shim.wait(10)
@@ -314,6 +320,28 @@ def test_a_shim_that_holds_a_segment_stays_until_it_is_released(start_shim):
     ask(folder, op="release")
     wait_until(lambda: is_gone(shim_pid(folder)))
     assert not (folder / "sock").exists()
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_shim_that_is_told_to_end_keeps_its_segment_for_a_moment_or_as_long_as_it_is_watched(
+    start_shim, watched
+):
+    folder = start_shim("sleep", "600")
+    put(folder, 1, b"x")
+    watcher = shim_wire.connect(folder, 60.0)
+    if watched:
+        watcher.send({"op": "watch", "fds": 0})
+        assert watcher.receive() is not None
+    left_at = time.monotonic()
+    os.kill(shim_pid(folder), signal.SIGTERM)
+    assert ended(folder).signal == signal.SIGTERM
+    if watched:
+        time.sleep(shim_wire.SIGNALLED_LINGER_S + 0.5)
+        assert get(folder) == [(1, b"x")]
+        left_at = time.monotonic()
+    watcher.close()
+    wait_until(lambda: is_gone(shim_pid(folder)), 30, "the shim's end")
+    assert time.monotonic() - left_at > shim_wire.SIGNALLED_LINGER_S
 
 
 def test_a_shim_without_a_segment_goes_with_its_pod(start_shim):

@@ -34,6 +34,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole // 60 % 60} min"
 
 
+def pause(seconds: float | None) -> str:
+    """Return e.g. `0.04 s`, `3.1 s`; `-`: not known."""
+    if seconds is None:
+        return "-"
+    return f"{max(seconds, 0):.2f} s" if seconds < 1 else duration(seconds)
+
+
 def roughly(seconds: float) -> str:
     """Return e.g. `40 s`, `12 min`, `5 h 10 min`, `3 days`: for what is not known exactly."""
     if seconds < 90:

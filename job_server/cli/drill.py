@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError
-from job_server.api.text import counted, duration
+from job_server.api.text import counted, pause
 from job_server.api.wire import JobKind, JobState, JobStatus, Way
 
 LOOK_S = 0.2
-STAYS_S = (
-    5.0  # a job that says for so long that it cannot leave stays: a node may be silent a while
-)
+STAYS_S = 5.0  # a job that cannot leave for so long stays; until then a node may only be silent
 
 
 def wait_until_left(api: ApiClient, node_id: str, wait_s: float, otherwise: str) -> None:
@@ -103,7 +101,7 @@ def cost(before: JobStatus, after: JobStatus) -> str:
     if not made:
         return "it goes on as it was"
     text = f"{counted(redone, 'step')} redone, "
-    text += f"{duration(sum(pauses))} of pause" if pauses else "its pause is not known"
+    text += f"{pause(sum(pauses))} of pause" if pauses else "its pause is not known"
     starts = any(record.way is Way.START for record in made)
     usual = [
         record.pause_s
@@ -114,7 +112,7 @@ def cost(before: JobStatus, after: JobStatus) -> str:
     if not usual:
         return f"{text}, by {kind}; this was its first, so nothing could be predicted"
     mean_s = sum(usual) / len(usual)
-    return f"{text}, by {kind}; the {len(usual)} before it took {duration(mean_s)} on average"
+    return f"{text}, by {kind}; the {len(usual)} before it took {pause(mean_s)} on average"
 
 
 def _jobs_on(api: ApiClient, node_id: str) -> list[JobStatus]:

@@ -1,14 +1,17 @@
 """Collect what the status page shows, as plain values for its template."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from job_server.api import wire
 from job_server.api.text import (
     account_parts,
+    counted,
     duration,
     error_lines,
     load_text,
+    pause,
     roughly,
     slot_lines,
     steps_of_stage,
@@ -23,7 +26,7 @@ from job_server.sharing.forecast import foresee
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
 REFRESH_S = 3
-CURVE_WIDTH, CURVE_HEIGHT = 400, 60  # of the loss curve, in pixels
+CURVE_WIDTH, CURVE_HEIGHT = 400, 60  # of the loss curve and the timeline, in pixels
 _PASSES = 1000  # times jobs: what a forecast may cost the server, some 30 ms
 _EXPLAINED = 40  # shared jobs; of more, the page has the server's short reasons alone
 
@@ -81,6 +84,7 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
         "wanted": wanted_pods(status),
         "steps": steps_of_total(status),
         "metrics": {name: f"{value:.4g}" for name, value in status.metrics.items()},
+        "timeline": timeline(status.stages, now),
         "curve": _curve_context(status),
         "account": {
             name: duration(seconds)
@@ -96,6 +100,48 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
             {"ago": duration(now - event.at), "stage": event.stage, "text": event.text}
             for event in reversed(events)
         ],
+    }
+
+
+def timeline(records: Sequence[wire.StageRecord], now: float) -> dict[str, Any] | None:
+    """Draw stages as bars over the time, as high as their trainers are many.
+
+    A bar reaches from a stage's first step to its last one; between two bars nothing trained.
+
+    Args:
+        records: by stage; those that made no step are left out.
+        now: seconds since 1970.
+
+    Returns:
+        What the template draws, in pixels; None where no stage has made a step.
+    """
+    stages = [record for record in records if record.first_step_at is not None]
+    begins = [record.first_step_at or 0.0 for record in stages]
+    if not stages:
+        return None
+    span_s = max(now - begins[0], 1.0)
+    ends = [now if record.ended_at is None else record.ended_at for record in stages]
+    for at, (begin, after) in enumerate(zip(begins[1:], stages[1:], strict=True)):
+        ends[at] = min(ends[at], begin - (after.pause_s or 0.0))
+    across = CURVE_WIDTH / span_s
+    least = min(record.trainers for record in stages)
+    most = max(record.trainers for record in stages)
+    bars = [
+        {
+            "x": round((begin - begins[0]) * across, 2),
+            "width": round(max(end - begin, 0.0) * across, 2),
+            "height": round(CURVE_HEIGHT * record.trainers / most, 1),
+            "text": f"stage {record.stage}: {counted(record.trainers, 'trainer')}, {record.reason}"
+            + ("" if record.pause_s is None else f"; {pause(record.pause_s)} of pause before it"),
+        }
+        for record, begin, end in zip(stages, begins, ends, strict=True)
+    ]
+    return {
+        "width": CURVE_WIDTH,
+        "height": CURVE_HEIGHT,
+        "bars": bars,
+        "text": f"{least} to {most}" if least < most else f"{most}",
+        "span": roughly(span_s),
     }
 
 
@@ -127,7 +173,7 @@ def _stage_context(record: wire.StageRecord) -> dict[str, Any]:
     return {
         "record": record,
         "steps": steps_of_stage(record),
-        "pause": "-" if record.pause_s is None else duration(record.pause_s),
+        "pause": pause(record.pause_s),
     }
 
 

@@ -636,7 +636,8 @@ def test_the_page_shows_jobs_stages_events_and_nodes(client):
     Launchers(client).train()
     page = client.get("/")
     assert page.content_type.startswith("text/html")
-    for shown in ("digits", "RUNNING", "pod_1_0", "node-a", "submitted", "goodput"):
+    stages = "trainers: 2, over"
+    for shown in ("digits", "RUNNING", "pod_1_0", "node-a", "submitted", "goodput", stages):
         assert shown in page.text
     assert 'http-equiv="refresh"' in page.text
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]

@@ -75,9 +75,12 @@ class Padding:
         return tuple((name, f"{value} to {self.multiple_of}") for name, value in self.values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheOptions:
-    """Where soft labels are cached, and what identifies a sample."""
+    """Where soft labels are cached, and what identifies a sample.
+
+    No two are equal: each call of `set_cache` opens the folder anew, for the teachers of then.
+    """
 
     folder: str
     id: str  # name in `ins` of the samples' ids

@@ -120,7 +120,15 @@ class Services:
         wire_ins = settings.wire_ins
         if settings.padding is not None:
             wire_ins += settings.padding.identity()
-        key = (os.getpid(), settings.cache, settings.sent, wire_ins, str(labels.identity()))
+        key = (
+            os.getpid(),
+            settings.cache,
+            settings.sent,
+            wire_ins,
+            settings.predicts,
+            settings.wire_predicts,
+            settings.top_k,  # also the part that says how the labels are decoded
+        )
         if history.cache is None or history.cache_key != key:
             history.cache = LabelCache(
                 settings.cache,

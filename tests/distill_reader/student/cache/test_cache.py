@@ -164,7 +164,7 @@ def test_labels_of_two_versions_are_not_mixed(make: Make, tmp_path: Path):
     only_old.set_batch_generator(batches([1000]))
     with pytest.raises(BadRequest, match=r"serves version two .* labels of one.* set_cache again"):
         totals(only_old)
-    only_old.set_cache(None).set_cache(tmp_path / "other")
+    only_old.set_cache(tmp_path)
     assert totals(only_old.set_batch_generator(batches([1000]))) == [[6000.0]]
     del alone
 
@@ -305,6 +305,33 @@ def test_other_options_have_labels_of_their_own(make: Make, tmp_path: Path):
         list(reader.set_batch_generator(batches([1]))())
     assert teacher.samples == 3
     assert len(list(tmp_path.glob("labels-*"))) == 3
+
+
+def test_options_that_change_between_epochs_count_for_what_was_kept_before(make, tmp_path: Path):
+    tops = {
+        "p@top2:values": np.array([[0.5, 0.25]], np.float32),
+        "p@top2:indices:uint16": np.array([[3, 0]], np.uint16),
+    }
+    spec = ModelSpec(
+        name="p",
+        digest="one",
+        takes_encodings=True,
+        inputs=V1.inputs,
+        outputs=(TensorSpec(name="p", dtype="float32", shape=(5,)),),
+    )
+    teacher = FakeTeacher("a:1", spec, lambda _: tops)
+    reader = make(teacher, predicts=("p",)).set_cache(tmp_path)
+    reader.set_batch_generator(lambda: batches([1]))
+
+    def found(**options: Any) -> list[list[float]]:
+        ((*_, label, last),) = reader.set_top_k(2, **options)()
+        return [each.ravel().tolist() for each in (label, last) if type(each) is not str]
+
+    even = np.float32(0.25) / 3
+    assert found() == [pytest.approx([0.25, even, even, 0.5, even])]
+    assert found(rest="renormalize") == [pytest.approx([1 / 3, 0, 0, 2 / 3, 0])]
+    assert found(dense=False) == [[0.5, 0.25], [3, 0]]
+    assert teacher.samples == 1
 
 
 def test_a_full_cache_goes_on_by_asking(make: Make, tmp_path: Path):

@@ -80,6 +80,9 @@ class RequestMapping:
 
         As in the original, samples of another shape with as many values are reshaped. Types are
         converted if floats lose no more than digits. The client refuses what still does not fit.
+
+        Raises:
+            BadRequest: a field must not be sent like this; names it and the remedy.
         """
         conversions = self._conversions.get(request.signature)
         if conversions is None:
@@ -91,9 +94,16 @@ class RequestMapping:
                 self._conversions.clear()
             self._conversions[request.signature] = conversions
         feeds = {}
-        for (index, name, _), convert in zip(self._inputs, conversions, strict=True):
+        for (index, name, tensor), convert in zip(self._inputs, conversions, strict=True):
             arrays = request.feeds(index)
-            feeds[name] = arrays if convert is None else [convert(array) for array in arrays]
+            try:
+                feeds[name] = arrays if convert is None else [convert(array) for array in arrays]
+            except FloatingPointError:
+                dtype = tensor.dtype if tensor is not None else ""
+                raise BadRequest(
+                    f"{self.endpoint}: field {self._sent[index]}: has values beyond {dtype} "
+                    f"(±{np.finfo(dtype).max:.6g}), which the model takes: scale or clip them"
+                ) from None
         return feeds
 
     def outputs(self, answer: Mapping[str, Array], samples: int) -> tuple[Array, ...]:
@@ -226,6 +236,9 @@ def _conversion(
     def convert(array: Array) -> Array:
         if reshape:
             array = array.reshape(len(array), *wanted_shape)
-        return array.astype(wanted) if cast else array
+        if not cast:
+            return array
+        with np.errstate(over="raise"):  # else what is too large would be infinite for the teacher
+            return array.astype(wanted)
 
     return convert

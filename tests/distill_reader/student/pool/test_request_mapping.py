@@ -67,6 +67,19 @@ def test_types_that_fit_into_the_models_are_changed(dtype: str):
     assert array.dtype == np.float32
 
 
+def test_values_beyond_the_models_type_are_refused_by_name():
+    half = ModelSpec(
+        name="half",
+        inputs=(TensorSpec(name="image", dtype="float16", shape=(2,)),),
+        outputs=SPEC.outputs,
+    )
+    given = np.array([[65504.0, -np.inf]], np.float32)
+    (array,) = fed(mapping(half), given)["image"]
+    assert array.tolist() == given.tolist()
+    with pytest.raises(BadRequest, match=r"field image: has values beyond float16 \(±65504\)"):
+        fed(mapping(half), np.array([[1.0, 70000.0]], np.float32))
+
+
 def test_16_bits_without_a_sign_may_be_those_of_bfloat16_and_are_refused_for_floats():
     with pytest.raises(BadRequest, match=r"t:1: field image is uint16, .* bits of bfloat16.* cast"):
         fed(mapping(), np.ones((2, 1, 2, 2), np.uint16))

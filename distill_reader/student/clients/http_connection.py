@@ -181,6 +181,8 @@ class HttpClientConnection:
         timeout_s: float,
     ) -> HttpAnswer:
         connection = self._connection
+        if connection.sock is not None and not _is_silent(connection.sock):
+            connection.close()  # else what came unasked would pass for the next answer
         if connection.sock is None:
             self._connect()
         size = sum(map(len, buffers))
@@ -255,6 +257,18 @@ class _TimedReader(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+def _is_silent(sock: socket.socket) -> bool:
+    """Return whether nothing has come on an idle connection, not even its end."""
+    try:
+        sock.settimeout(0)
+        sock.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read(response: http.client.HTTPResponse) -> memoryview:

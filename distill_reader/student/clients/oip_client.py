@@ -19,6 +19,7 @@ from distill_reader.errors import (
 )
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import oip_json, oip_messages, protobuf_wire
+from distill_reader.protocols.oip_messages import OipResponse
 from distill_reader.student.clients.client import Array, Bounds
 from distill_reader.student.clients.endpoints import ProtocolMismatch
 from distill_reader.student.clients.http_connection import HttpClientConnection
@@ -54,6 +55,7 @@ class OipGrpcClient:
             f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
         )
         self._spec = oip_messages.decode_metadata(answer)
+        self._served = _ServedVersion(self.endpoint)
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
@@ -72,10 +74,11 @@ class OipGrpcClient:
         except ProtocolMismatch as error:
             raise TeacherGone(str(error)) from error
         try:
-            outputs = oip_messages.decode_response(answer).outputs
+            response = oip_messages.decode_response(answer)
         except BadRequest as error:
             raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
-        return pick_outputs(self.endpoint, wanted, outputs)
+        self._served.check(response)
+        return pick_outputs(self.endpoint, wanted, response.outputs)
 
     def close(self) -> None:
         """See TeacherClient."""
@@ -147,6 +150,8 @@ class OipHttpClient:
         if answer.status != 200:
             connection.refuse(answer)
         self._spec = oip_json.decode_metadata(bytes(answer.body))
+        self._served = _ServedVersion(self.endpoint)
+        self._requests = 0
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
@@ -159,7 +164,11 @@ class OipHttpClient:
         """See TeacherClient."""
         inputs = {row.name: row.arrays for row in gather(self._spec, feeds)}
         wanted = find_outputs(self._spec, fetch)
-        head_length, buffers = oip_json.encode_request(inputs, _distinct(wanted))
+        self._requests += 1
+        request_id = str(self._requests)
+        head_length, buffers = oip_json.encode_request(
+            inputs, _distinct(wanted), request_id=request_id
+        )
         headers = {
             "Content-Type": "application/octet-stream",
             oip_json.HEAD_LENGTH: str(head_length),
@@ -171,10 +180,18 @@ class OipHttpClient:
             self._connection.refuse(answer)
         try:
             length = answer.headers.get(oip_json.HEAD_LENGTH.lower())
-            outputs = oip_json.decode_response(answer.body, None if length is None else int(length))
+            response = oip_json.decode_response(
+                answer.body, None if length is None else int(length)
+            )
         except (BadRequest, ValueError) as error:
             raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
-        return pick_outputs(self.endpoint, wanted, outputs.outputs)
+        if response.request_id not in ("", request_id):  # some servers do not repeat it
+            raise TeacherGone(
+                f"{self.endpoint}: its answer is to request {response.request_id[:40]!r}, not "
+                f"{request_id!r}"
+            )
+        self._served.check(response)
+        return pick_outputs(self.endpoint, wanted, response.outputs)
 
     def close(self) -> None:
         """See TeacherClient."""
@@ -204,6 +221,23 @@ class OipHttpClient:
         except (ValueError, TypeError, KeyError):
             return None
         return most if answer.status == 200 and type(most) is int and most > 0 else None
+
+
+class _ServedVersion:
+    """Notices that a teacher has replaced its model while the connection stood, as Triton can."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._version = ""  # of the answers so far; "": they name none
+
+    def check(self, response: OipResponse) -> None:
+        """Raises: TeacherGone: the model is another one now, so its metadata must be read again."""
+        if self._version and response.version not in ("", self._version):
+            raise TeacherGone(
+                f"{self._endpoint}: answers by version {response.version[:40]!r} of the model, and "
+                f"did so by {self._version[:40]!r}"
+            )
+        self._version = self._version or response.version
 
 
 def _only(endpoint: str, names: Sequence[str]) -> str:

@@ -76,6 +76,7 @@ OIP = _messages(
         ],
         "ModelInferResponse": [
             ("model_name", 1, "one", "string"),
+            ("model_version", 2, "one", "string"),
             ("outputs", 5, "many", "Tensor"),
             ("raw_output_contents", 6, "many", "bytes"),
         ],
@@ -136,6 +137,7 @@ class OipGrpcTeacher:
         credentials: grpc.ServerCredentials | None = None,  # None: no TLS
     ) -> None:
         self._models, self._typed, self._before = models, typed, before
+        self.version = ""  # by which it says that it answers
         self.metadata: list[dict[str, str]] = []  # of the calls
         self._pool = ThreadPoolExecutor(4)
         self._server = grpc.server(self._pool, options=[("grpc.max_receive_message_length", -1)])
@@ -193,7 +195,9 @@ class OipGrpcTeacher:
             tensor.name: np.frombuffer(raw, _NUMPY[tensor.datatype]).reshape(tensor.shape)
             for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
         }
-        response = OIP["ModelInferResponse"](model_name=request.model_name)
+        response = OIP["ModelInferResponse"](
+            model_name=request.model_name, model_version=self.version
+        )
         outputs = sums(inputs)
         for name in [wanted.name for wanted in request.outputs] or list(outputs):
             array: Any = outputs[name]
@@ -216,6 +220,7 @@ class HttpTeacher:
         teacher = self
         self.connections = 0
         self.paths: list[str] = []
+        self.said_twice = threading.Event()  # an answer with X-Twice
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -242,6 +247,11 @@ class HttpTeacher:
                         time.sleep(float(headers["X-Drip"]))
                 else:
                     self.wfile.write(content)
+                if headers.get("X-Twice"):
+                    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+                    head = f"HTTP/1.1 {status} OK\r\nContent-Length: {len(content)}\r\n"
+                    self.wfile.write("".join([head, *lines, "\r\n"]).encode() + content)
+                    teacher.said_twice.set()
                 if headers.get("X-Hang-Up"):
                     self.close_connection = True
 
@@ -252,6 +262,7 @@ class HttpTeacher:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # a client has left
         if context is not None:
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]

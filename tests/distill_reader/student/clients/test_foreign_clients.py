@@ -1,5 +1,6 @@
 """Clients of Open Inference and Paddle Serving against servers that share no code with them."""
 
+import json
 from typing import Any
 
 import grpc
@@ -180,6 +181,68 @@ def test_http_connections_are_kept_and_opened_again_where_the_teacher_closed_the
     for _ in range(3):
         check(client.predict(feeds(2), [], timeout_s=30), feeds(2))
     assert teacher.connections > 3
+    client.close()
+
+
+@pytest.mark.parametrize(("scheme", "answer"), [("http", answer_oip), ("serving", answer_serving)])
+def test_an_answer_that_comes_twice_is_not_that_of_the_next_request(run, scheme, answer):
+    def twice(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        status, fields, content = answer(method, path, headers, body)
+        return status, {**fields, "X-Twice": "1"} if "infer" in path else fields, content
+
+    teacher = run(HttpTeacher(twice))
+    client = connect(f"{scheme}://{teacher.endpoint}")
+    for seed in range(3):
+        teacher.said_twice.clear()
+        check(client.predict(feeds(2, seed), ["total"], timeout_s=30), feeds(2, seed))
+        assert teacher.said_twice.wait(30)
+    client.close()
+
+
+def test_an_answer_to_another_request_is_none(run):
+    late: list[Reply] = []
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        status, fields, content = answer_oip(method, path, headers, body)
+        if "infer" in path:
+            length = int(fields["Inference-Header-Content-Length"])
+            asked = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+            head = json.dumps({**json.loads(content[:length]), "id": asked["id"]}).encode()
+            fields = {"Inference-Header-Content-Length": str(len(head))}
+            late.append((status, fields, head + content[length:]))
+            return late[0]
+        return status, fields, content
+
+    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    check(client.predict(feeds(2, 0), ["total"], timeout_s=30), feeds(2, 0))
+    with pytest.raises(TeacherGone, match="answer is to request '1', not '2'"):
+        client.predict(feeds(2, 1), ["total"], timeout_s=30)
+    client.close()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_a_model_that_is_replaced_while_the_connection_stands_is_noticed(run, scheme):
+    versions = ["3"]
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        status, fields, content = answer_oip(method, path, headers, body)
+        if "infer" in path:
+            length = int(fields["Inference-Header-Content-Length"])
+            head = json.loads(content[:length]) | {"model_version": versions[0]}
+            text = json.dumps(head).encode()
+            fields = {"Inference-Header-Content-Length": str(len(text))}
+            return status, fields, text + content[length:]
+        return status, fields, content
+
+    teacher = run(OipGrpcTeacher() if scheme == "grpc" else HttpTeacher(answer))
+    client = connect(f"{scheme}://{teacher.endpoint}")
+    for version in ("3", "3", "4"):
+        versions[0] = teacher.version = version
+        if version == "4":
+            with pytest.raises(TeacherGone, match=r"by version '4' of the model, .* by '3'"):
+                client.predict(feeds(2), ["total"], timeout_s=30)
+        else:
+            check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
     client.close()
 
 

@@ -259,6 +259,7 @@ def attach(fd: int, *, max_bytes: int | None = None, is_writable: bool = True) -
 
     Args:
         max_bytes: refuse a larger one; None: allow any size.
+        is_writable: map it to be written to, if its owner allows that.
 
     Raises:
         ArenaError: it could shrink while mapped, is empty or too large, or has unusual pages.
@@ -277,7 +278,9 @@ def attach(fd: int, *, max_bytes: int | None = None, is_writable: bool = True) -
         if size <= 0 or (max_bytes is not None and size > max_bytes):
             raise ArenaError(f"shared memory: has {size} bytes, allowed are 1 to {max_bytes}")
         try:
-            return Arena(fd, size, is_writable=is_writable)
+            with contextlib.suppress(PermissionError):  # its owner has sealed it against writing
+                return Arena(fd, size, is_writable=is_writable)
+            return Arena(fd, size, is_writable=False)
         except OSError as error:
             raise ArenaError(f"shared memory: cannot be mapped ({error})") from error
     except BaseException:

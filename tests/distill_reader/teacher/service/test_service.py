@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import gc
 import os
 import signal
@@ -25,7 +26,7 @@ from distill_reader.errors import (
     TeacherFailed,
     UsageError,
 )
-from distill_reader.protocols.arena import OwnArena, attach
+from distill_reader.protocols.arena import ArenaError, OwnArena, attach
 from distill_reader.teacher.predictor.backend import Array, Device
 from distill_reader.teacher.service.requests import Buffer, InferAnswer, InferRequest, SharedTensor
 from distill_reader.teacher.service.service import PredictorService, ServiceConfig
@@ -216,6 +217,26 @@ def test_the_students_own_memory_reaches_the_predictors(service):
     assert not [path for pid in pids(service) for path in maps(pid) if "edl-student" in path]
     own.release()
     student.close()
+
+
+def test_memory_that_a_student_has_sealed_against_writing_ends_no_predictor(service):
+    image = images(*range(4))
+    fd = os.memfd_create("edl-student", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    os.pwrite(fd, image.tobytes(), 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    restarts = value(service, "edl_teacher_predictor_restarts_total")
+    try:
+        arena = attach(fd, is_writable=False)
+    except ArenaError:  # as kernels before 6.7 say
+        return
+    tensor = SharedTensor(
+        buffer=arena.slice(0, image.nbytes), offset=0, dtype="float32", shape=image.shape
+    )
+    request = InferRequest(model="toy", inputs={"image": tensor}, fetch=("sum",))
+    assert_sums(outputs(service.submit(request)), image)
+    assert value(service, "edl_teacher_predictor_restarts_total") == restarts
+    arena.close()
 
 
 def maps(pid: int) -> list[str]:

@@ -297,4 +297,4 @@ def _abort(context: Any, error: DistillError) -> NoReturn:
 
 
 def _cancel(future: "Future[InferAnswer]") -> None:
-    future.cancel()  # has no effect once it is computed: then the answer is sent and released
+    future.cancel()  # has no effect once it is answered: then the answer is sent and released

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_PARTS = 256  # of one batch: each costs some bytes of the message to the predictor
+MAX_TURN = 16  # batches of one request in a row, if others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,15 @@ class _Entry(Generic[T]):
     start: int
     count: int
     arrived: float
+    batches: int = 0  # that were cut off it
 
 
 class BatchQueue(Generic[T]):
     """Requests by key, in order of arrival. Only requests with the same key share a batch.
 
     A batch is due once `max_batch` samples of its key are queued, or once the oldest has been
-    queued for `timeout_s`. Only requests larger than `max_batch` are split.
+    queued for `timeout_s`. Only requests larger than `max_batch` are split; after MAX_TURN batches
+    the rest of one queues up again behind all others, which would wait for minutes otherwise.
     """
 
     def __init__(self, *, max_batch: int, timeout_s: float) -> None:
@@ -83,7 +86,7 @@ class BatchQueue(Generic[T]):
         if not due:
             return None
         key = min(due, key=lambda key: self._queues[key][0].arrived)
-        return key, self._cut(key)
+        return key, self._cut(key, now)
 
     def next_due(self) -> float | None:
         """Return when the next batch is due, perhaps in the past; None: the queue is empty."""
@@ -94,7 +97,7 @@ class BatchQueue(Generic[T]):
             return float("-inf")
         return self._queues[key][0].arrived + self._timeout_s
 
-    def _cut(self, key: Hashable) -> list[RequestPart[T]]:
+    def _cut(self, key: Hashable, now: float) -> list[RequestPart[T]]:
         queue = self._queues[key]
         parts: list[RequestPart[T]] = []
         room = self._max_batch
@@ -111,6 +114,10 @@ class BatchQueue(Generic[T]):
             else:
                 entry.start += count
                 entry.count -= count
+                entry.batches += 1
+                if entry.batches % MAX_TURN == 0:
+                    entry.arrived = now
+                    queue.rotate(-1)
         self._forget_if_empty(key)
         return parts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distill_reader.errors import BadRequest
+from distill_reader.errors import BadRequest, RequestTooLarge
 from distill_reader.model.output_encodings import OutputEncoding, encoded_shape, parse_encoding
 from distill_reader.model.specs import ModelSpec
 from distill_reader.model.tensors import Array
@@ -25,6 +25,8 @@ Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
 _LEARNED_SHAPES = 1024  # per model; after that many it starts over
 _LONGEST_AXIS = 2**31 - 1
 _MOST_ENCODINGS = 64  # per request: each adds to the message to the predictor, once for every part
+# Samples of a request, if they have no bytes, which bound all others.
+_MOST_EMPTY = 1 << 16
 
 
 class ServedModel:
@@ -101,11 +103,9 @@ class PendingRequest:
 
     def begin(self, now: float) -> bool:
         """Mark the request as begun; False: it is over or cancelled, so do not compute it."""
-        if self.is_over:
+        if self.is_over or self.future.cancelled():
             return False
         if self.began is None:
-            if not self.future.set_running_or_notify_cancel():
-                return False
             self.began = now
         return True
 
@@ -219,11 +219,12 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
     plan = _plan(request, model)
     tensors = [request.inputs[name] for name in plan.names]
     samples = _samples(tensors, plan, model.spec)
-    copied = sum(aligned(tensor.nbytes) for tensor in tensors if isinstance(tensor, np.ndarray))
-    for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
-        if isinstance(tensor, SharedTensor) and not isinstance(tensor.buffer, Slice):
-            copied += aligned(samples * sample_bytes)
-    memory = allocate(copied) if copied else None
+    copied = [
+        aligned(samples * sample_bytes)
+        for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True)
+        if not isinstance(tensor, SharedTensor) or not isinstance(tensor.buffer, Slice)
+    ]
+    memory = allocate(sum(copied)) if copied else None
     try:
         pending = PendingRequest(
             model=model,
@@ -317,6 +318,10 @@ def _samples(tensors: Sequence[Array | SharedTensor], plan: "_Plan", spec: Model
                     f"tensor {spec.inputs[index].name}: {size} bytes at offset {tensor.offset} "
                     f"do not fit in the {room} bytes that came"
                 )
+    if first > _MOST_EMPTY and not any(plan.sample_bytes):
+        raise RequestTooLarge(
+            f"{first} samples without a value; at most {_MOST_EMPTY} are taken at a time"
+        )
     return int(first)
 
 

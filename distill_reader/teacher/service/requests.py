@@ -119,7 +119,7 @@ class InferenceService(Protocol):
 
         The future gets an InferAnswer, or one of these errors: BadRequest (the model refused it),
         TeacherBusy, TeacherFailed (predictors ended while they computed it).
-        Cancelling the future drops a request that is still queued.
+        Cancelling the future drops what of the request is not computed yet.
 
         Raises:
             ModelNotFound, BadRequest: a name, dtype or shape is wrong; names the tensor.

@@ -412,7 +412,8 @@ class PredictorService:
         """Handle a batch that the model refused: try each request alone, one may be the reason."""
         if len({id(part.request) for part in batch.parts}) > 1:
             self._put_back_alone(batch)
-            return []
+            # Those that are over already only have memory to be released.
+            return [(part.request, None) for part in batch.parts if part.request.is_over]
         pending = batch.parts[0].request
         pending.is_over = True
         self._queue.remove(pending)
@@ -487,9 +488,7 @@ class PredictorService:
             pending.is_settled = pending.is_over = True
             is_free = pending.in_flight == 0 and not pending.is_released
             pending.is_released = pending.is_released or is_free
-            is_wanted = pending.began is not None or (
-                is_first and pending.future.set_running_or_notify_cancel()
-            )
+            is_wanted = is_first and pending.future.set_running_or_notify_cancel()
         is_answered = is_first and is_wanted and error is None
         if is_free:
             pending.release_inputs()

@@ -141,6 +141,21 @@ def doubled(folder: str, name: str, device: Device) -> Backend:
     return _Doubled(spec, folder)
 
 
+class _Lengths(Toy):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return {"length": np.full((len(inputs["ids"]), 1), inputs["ids"].shape[1], np.int64)}
+
+
+def lengths(folder: str, name: str, device: Device) -> Backend:
+    """One input, whose samples may have no value."""
+    spec = ModelSpec(
+        name=name,
+        inputs=(_tensor("ids", -1, dtype="int64"),),
+        outputs=(_tensor("length", 1, dtype="int64"),),
+    )
+    return _Lengths(spec, folder)
+
+
 class _Repeated(Toy):
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         count = inputs["count"]

@@ -2,7 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.teacher.service.batching import MAX_PARTS, BatchQueue, RequestPart
+from distill_reader.teacher.service.batching import (
+    MAX_PARTS,
+    MAX_TURN,
+    BatchQueue,
+    RequestPart,
+)
 
 NOW = 100.0
 LATER = NOW + 1.0  # the timeout
@@ -31,6 +36,21 @@ def test_a_batch_that_is_not_full_waits_for_the_timeout():
     assert pending.next_due() == LATER
     assert taken(pending) == [("a", 0, 3), ("b", 0, 2)]
     assert len(pending) == 0
+
+
+@pytest.mark.parametrize("key", ["k", "another"])
+def test_a_very_large_request_lets_others_have_their_turn(key: str):
+    pending = queue(("a", 8 * 100))
+    pending.add(key, "b", 3, NOW)
+    firsts = [taken(pending)[0] for _ in range(MAX_TURN + 2)]
+    assert [request for request, *_ in firsts] == ["a"] * MAX_TURN + ["b", "a"]
+    assert firsts[-1] == ("a", 8 * MAX_TURN, 8)
+    left = 8 * 100 - 8 * (MAX_TURN + 1)
+    rest = []
+    while batch := taken(pending):
+        rest += batch
+    assert sum(count for *_, count in rest) == left
+    assert [start for _, start, _ in rest] == sorted(start for _, start, _ in rest)
 
 
 def test_a_full_batch_does_not_wait():

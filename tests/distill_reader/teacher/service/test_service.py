@@ -22,6 +22,7 @@ from distill_reader.errors import (
     DistillError,
     ModelError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
     TeacherFailed,
     UsageError,
@@ -373,7 +374,45 @@ def test_a_cancelled_request_is_dropped_while_it_waits(folder, children):
             outputs(future)
     assert value_or_zero(service, "cancelled") == len(cancelled)
     assert service.drain(WAIT_S)
-    assert memory_of(service) == 0
+    wait_until(partial(is_empty, service), WAIT_S)  # two were computed all the same
+    service.close()
+
+
+def test_of_a_request_whose_client_has_left_no_more_is_computed(folder, children):
+    service = started(config(folder, "sums", devices=(Device(),), max_batch=1))
+    with standing_still(children()):
+        large = ask(service, images(*range(100)))
+        assert large.cancel()
+    outputs(ask(service, images(1)))
+    assert value(service, "edl_teacher_samples_total", model="toy") <= 4  # two were under way
+    assert service.drain(WAIT_S)
+    wait_until(partial(is_empty, service), WAIT_S)
+    service.close()
+
+
+def test_a_cancelled_request_that_others_share_a_refused_batch_with_gives_its_memory_back(
+    folder, children
+):
+    settings = config(folder, "moody", devices=(Device(),), batch_timeout_s=0.2)
+    service = started(settings)
+    with standing_still(children()):
+        futures = [ask(service, images(each)) for each in (5, -1, 6)]
+        wait_until(lambda: value(service, "edl_teacher_queue_requests") == 0, WAIT_S)
+        assert futures[0].cancel()
+    with pytest.raises(BadRequest, match="no negative"):
+        futures[1].result(WAIT_S)
+    assert_sums(outputs(futures[2]), images(6))
+    wait_until(partial(is_empty, service), WAIT_S)
+    service.close()
+
+
+def test_samples_without_a_value_are_bounded_as_all_others_are(folder):
+    service = started(config(folder, "lengths"))
+    empty = np.empty((1 << 30, 0), np.int64)
+    with pytest.raises(RequestTooLarge, match="1073741824 samples without a value; at most 65536"):
+        service.submit(InferRequest(model="toy", inputs={"ids": empty}))
+    got = outputs(service.submit(InferRequest(model="toy", inputs={"ids": empty[:3]})))
+    assert got["length"].tolist() == [[0]] * 3
     service.close()
 
 

@@ -166,9 +166,11 @@ def speed_classes(before: Mapping[str, int], measured: Mapping[str, float]) -> d
     if len(measured) >= 2:
         median = statistics.median_low(measured.values())
         for teacher, rate in measured.items():
-            exact = 2 * math.log2(rate / median)
+            # A student may report any numbers: no quotient of two must overflow.
+            exact = 2 * (math.log2(rate) - math.log2(median))
+            exact = max(-MOST_CLASS, min(MOST_CLASS, exact))
             if abs(exact - before.get(teacher, 0)) > 1.0:
-                classes[teacher] = max(-MOST_CLASS, min(MOST_CLASS, round(exact)))
+                classes[teacher] = round(exact)
     return {teacher: each for teacher, each in sorted(classes.items()) if each}
 
 
@@ -204,7 +206,7 @@ def table_of(text: str) -> Table | None:
                 if is_endpoint(teacher)
             },
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -249,7 +251,7 @@ def student_of(name: str, session: int, text: str) -> Student | None:
             },
             unusable=_endpoints(body.get("unusable", ())),  # older servers wrote none
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -17,6 +17,8 @@ from distill_reader.balance.server.metrics import DiscoveryMetrics, describe
 from distill_reader.balance.table import Student
 from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.balance.wire.messages import (
+    MAX_REQUEST_BYTES,
+    MAX_STRANGERS_BYTES,
     AuthProof,
     AuthStart,
     LegacyHeartbeat,
@@ -29,7 +31,12 @@ from distill_reader.balance.wire.messages import (
     TeacherWithdrawal,
     parse,
 )
-from distill_reader.balance.wire.server_connection import AccessRefused, ServerConnection, Stalled
+from distill_reader.balance.wire.server_connection import (
+    MAX_HTTP_BYTES,
+    AccessRefused,
+    ServerConnection,
+    Stalled,
+)
 from distill_reader.errors import BadRequest
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
@@ -48,7 +55,7 @@ class DiscoveryServerConfig:
     token: str = ""  # that clients must prove to know; "": none is needed
     is_open_to_legacy: bool = False  # the original's students carry no token
     max_connections: int = 8192
-    first_s: float = 10.0  # until the first message
+    first_s: float = 10.0  # until the first message, and until the token is proved
     silent_s: float = 8.0  # our students send a report every 2 s
     legacy_silent_s: float = 15.0
     return_s: float = 2.0  # a student whose connection ended keeps its teachers for so long
@@ -71,7 +78,9 @@ class DiscoveryServer:
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until cancelled."""
-        server = await asyncio.start_server(self._accept, sock=listener, backlog=1024)
+        server = await asyncio.start_server(
+            self._accept, sock=listener, backlog=1024, limit=MAX_HTTP_BYTES
+        )
         try:
             await self.balancer.run()
         finally:
@@ -232,9 +241,14 @@ class _Session:
 
     async def run(self) -> None:
         config = self._server.config
-        silent_s = config.first_s
+        silent_s, most_bytes = config.first_s, MAX_STRANGERS_BYTES
+        until_s = time.monotonic() + config.first_s  # for a stranger to prove that he is none
         while not self._is_over:
-            body = await self._connection.receive(silent_s)
+            if self._is_known:
+                most_bytes = MAX_REQUEST_BYTES
+            elif self._student is None:
+                silent_s = until_s - time.monotonic()
+            body = await self._connection.receive(silent_s, most_bytes)
             kind, outcome = "?", "refused"  # unknown types must not become labels of a counter
             answer: Mapping[str, Any]
             try:

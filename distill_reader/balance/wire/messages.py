@@ -50,6 +50,7 @@ from distill_reader.errors import BadRequest, UsageError
 HEAD = struct.Struct("!4si")
 MAGIC = b"\xcb\xef\x00\x00"
 MAX_REQUEST_BYTES = 256 << 10  # to a server: a student's report on MAX_HELD teachers
+MAX_STRANGERS_BYTES = 16 << 10  # likewise, of who has not proved yet that he knows the token
 MAX_ANSWER_BYTES = 4 << 20  # from a server: a list of MAX_REQUIRE teachers
 MAX_INFO = 512
 REPORT_S = 2.0  # between a student's reports

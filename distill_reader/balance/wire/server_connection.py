@@ -18,7 +18,7 @@ from distill_reader.errors import BadRequest, DistillError
 _STALL_S = 5.0  # from the first byte of a message to the last
 _GOODBYE_S = 1.0
 _MAX_UNSENT_BYTES = 8 << 20  # for a peer that does not read
-_MAX_HTTP_BYTES = 8 << 10
+MAX_HTTP_BYTES = 8 << 10  # of a request's head
 
 
 class AccessRefused(DistillError):  # noqa: N818 - named by what is the case
@@ -46,8 +46,14 @@ class ServerConnection:
                 self._first = await self._reader.readexactly(4)
         return self._first
 
-    async def receive(self, within_s: float) -> Mapping[str, Any] | BadRequest:
+    async def receive(
+        self, within_s: float, most_bytes: int = MAX_REQUEST_BYTES
+    ) -> Mapping[str, Any] | BadRequest:
         """Return the next message, or an error if it is not valid JSON.
+
+        Args:
+            within_s: until its first byte.
+            most_bytes: of the message; a longer one ends the connection.
 
         Raises:
             Stalled: the peer sends nothing, or no message; nothing can be read after that.
@@ -61,7 +67,7 @@ class ServerConnection:
                 head = self._first + await self._reader.readexactly(HEAD.size - len(self._first))
                 self._first = b""
                 try:
-                    size = body_bytes(head, MAX_REQUEST_BYTES)
+                    size = body_bytes(head, most_bytes)
                 except BadFrame as error:
                     await self._say_goodbye(str(error))
                     raise Stalled(str(error)) from error
@@ -108,7 +114,7 @@ class ServerConnection:
                     data = self._first + await self._reader.readuntil(b"\r\n\r\n")
                 except asyncio.LimitOverrunError as error:
                     raise Stalled("a request's head is too long") from error
-        lines = data[:_MAX_HTTP_BYTES].decode("latin-1").split("\r\n")
+        lines = data.decode("latin-1").split("\r\n")
         path = [*lines[0].split(" "), ""][1].partition("?")[0]
         token = ""
         for line in lines[1:]:

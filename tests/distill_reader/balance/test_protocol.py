@@ -2,6 +2,7 @@
 
 import re
 import struct
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,7 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill_reader.balance.server.server import DiscoveryServerConfig
-from distill_reader.balance.wire.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
+from distill_reader.balance.wire.messages import (
+    HEAD,
+    MAGIC,
+    MAX_REQUEST_BYTES,
+    MAX_STRANGERS_BYTES,
+    encode,
+)
 from distill_reader.tokens import prove
 from tests.distill_reader.balance.local_discovery import (
     PATIENT,
@@ -159,6 +166,20 @@ def test_a_students_wrong_report_is_refused_and_it_stays_a_student(client, repor
     assert client.ask(REPORT) == {"type": "ok"}
 
 
+def test_no_numbers_that_a_student_reports_keep_others_from_hearing_of_changes(server, client, run):
+    first, second = run(LocalTeacher, server.endpoint), run(LocalTeacher, server.endpoint)
+    student = run(LocalStudent, server.endpoint)
+    wait_until(lambda: len(server.teachers()) == 2)
+    client.send(encode(HELLO))
+    measured = {first.endpoint: [1e299, 1], second.endpoint: [1e-299, 1]}
+    client.send(encode({**REPORT, "measured": measured}))
+    third = run(LocalTeacher, server.endpoint)
+    wait_until(lambda: third.endpoint in server.teachers())
+    first.close()
+    second.close()
+    wait_until(lambda: student.teachers == {third.endpoint})
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'"text"', b"nan", b"\xff\xfe", b"[" * 50_000, b'{"a":NaN}']
 )
@@ -291,6 +312,23 @@ class TestToken:
         assert "token: this server wants one; set EDL_TEACHER_TOKEN" in answer["error"]
         assert client.is_ended()
         assert not server.teachers()
+
+    def test_who_does_not_prove_it_is_dropped_in_time_whatever_he_says(self, run):
+        server = run(LocalDiscovery, config=replace(PATIENT, token="s3cret", first_s=0.5))
+        client = run(RawClient, server.endpoint)
+
+        def say_on() -> None:
+            for _ in range(600):
+                assert client.ask({"type": "meet", "nonce": "1"})["type"] == "challenge"
+                time.sleep(0.05)
+
+        with pytest.raises((ConnectionError, AssertionError), match=r"closed|reset|pipe"):
+            say_on()
+
+    def test_a_stranger_cannot_have_the_server_hold_much_for_him(self, client):
+        client.send(HEAD.pack(MAGIC, MAX_STRANGERS_BYTES + 1))
+        assert "length: expected 8 to 16384" in client.receive()["error"]
+        assert client.is_ended()
 
     def test_who_knows_it_is_taken(self, server, run):
         teacher = run(LocalTeacher, server.endpoint, token="s3cret")

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from distill_reader.balance.client import UnusableTeachers
@@ -83,6 +83,8 @@ def test_a_speed_changes_only_when_it_is_far_off():
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(1e-3, 1e9), max_size=8))
+@example({"a": 1e300, "b": 1e-300})  # a student may report any two
+@example({"a": float("inf"), "b": 1.0})  # the sum of some
 def test_any_speeds_are_of_a_few_classes(measured):
     classes = speed_classes({}, measured)
     assert all(-6 <= each <= 6 for each in classes.values())
@@ -166,6 +168,7 @@ def test_a_teacher_that_gives_nothing_is_out_for_longer_each_time_that_it_is_fou
         '{"version": 1, "links": [], "classes": {}}',
         '{"version": 1, "links": {"s": 5}, "classes": {}}',
         '{"version": 1, "links": {}, "classes": {"a:1": "x"}}',
+        '{"version": 1, "links": {}, "classes": {"a:1": Infinity}}',
         "[" * 100_000,
     ],
 )
@@ -181,6 +184,7 @@ def test_other_texts_are_no_tables(text):
         {"held": None},
         {"wait_share": "x"},
         {"wait_share": float("nan")},
+        {"wait_share": 10**400},
         {"samples_per_s": float("inf")},
         {"samples_per_s": -1},
         {"measured": {"a:1": 3}},

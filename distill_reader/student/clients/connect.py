@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
+from distill_reader.errors import DistillError, TeacherGone, TeacherTimeout, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.client import TeacherClient
@@ -148,7 +148,15 @@ def _find_out(call: _Call) -> TeacherClient:
 
 def _open(protocol: str, call: _Call) -> TeacherClient:
     """Open a client of one protocol. Raises: ProtocolMismatch, and what `connect` raises."""
-    return _OPENERS[protocol](call)
+    try:
+        return _OPENERS[protocol](call)
+    except DistillError:
+        raise
+    except Exception as error:
+        # Whatever one teacher says of its model must not end a reader that has others.
+        raise TeacherGone(
+            f"{call.target.endpoint}: what it says of itself cannot be read: {error!r:.200}"
+        ) from error
 
 
 def _open_fast(transport: str, call: _Call) -> TeacherClient:

@@ -308,7 +308,7 @@ def test_other_options_have_labels_of_their_own(make: Make, tmp_path: Path):
 
 
 def test_options_that_change_between_epochs_count_for_what_was_kept_before(make, tmp_path: Path):
-    tops = {
+    tops: dict[str, Any] = {
         "p@top2:values": np.array([[0.5, 0.25]], np.float32),
         "p@top2:indices:uint16": np.array([[3, 0]], np.uint16),
     }

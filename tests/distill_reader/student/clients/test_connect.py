@@ -1,5 +1,6 @@
 import contextlib
 import http.client
+import json
 import logging
 import signal
 import socket
@@ -222,6 +223,27 @@ def test_who_is_no_teacher_is_told_apart_in_time_with_what_was_tried(act):
     assert text.startswith(f"{endpoint}: a server listens there")
     for protocol in TRIALS:
         assert f"{protocol} (" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v2/repository/index", [{"name": 5, "state": "READY"}]),
+        ("/v2/repository/index", "[" * 100_000),
+        ("/v2/models/sums", {"inputs": [{"name": "image", "datatype": "FP32", "shape": [-1]}],
+                             "properties": {"edl_accepts": '{"image": [["uint8", [1e999]]]}'}}),
+        ("/v2/models/sums/config", "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_what_a_teacher_says_of_itself_and_nobody_can_read_is_no_error_of_ours(run, path, said):
+    def answer(method: str, asked: str, headers: Any, body: bytes) -> Any:
+        if asked == path:
+            return 200, {}, (said if isinstance(said, str) else json.dumps(said)).encode()
+        return answer_oip(method, asked, headers, body)
+
+    teacher = run(HttpTeacher(answer))
+    with pytest.raises(DistillError, match=teacher.endpoint):
+        connect(f"http://{teacher.endpoint}")
 
 
 @pytest.mark.parametrize("scheme", ["fast", "grpc", "http"])

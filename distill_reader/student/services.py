@@ -44,9 +44,12 @@ class Services:
     """The services of a reader by name; the name is "" if there is only one."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._histories: dict[str, ServiceHistory] = {}
 
     def __getitem__(self, name: str) -> ServiceHistory:
+        if os.getpid() != self._pid:  # after fork: a thread of the parent may hold their locks
+            self._pid, self._histories = os.getpid(), {}
         return self._histories.setdefault(name, ServiceHistory())
 
     def sources(self, settings: ReaderSettings) -> dict[str, TeacherSource]:
@@ -121,7 +124,6 @@ class Services:
         if settings.padding is not None:
             wire_ins += settings.padding.identity()
         key = (
-            os.getpid(),
             settings.cache,
             settings.sent,
             wire_ins,

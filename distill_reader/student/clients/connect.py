@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ class _Call:
 
 
 _found: dict[tuple[str, int], str] = {}  # address -> protocol that answered
-_found_lock = threading.Lock()
 
 
 def connect(
@@ -109,15 +107,13 @@ def connect(
 
 def forget(endpoint: str) -> None:
     """Let the next `connect` find out again which protocol an endpoint speaks."""
-    with _found_lock:
-        _found.pop(parse_endpoint(endpoint).address, None)
+    _found.pop(parse_endpoint(endpoint).address, None)
 
 
 def _find_out(call: _Call) -> TeacherClient:
     """Try all protocols, first the one that answered last time."""
     address = call.target.address
-    with _found_lock:
-        known = _found.get(address)
+    known = _found.get(address)
     order = [known] if known else []
     order += [protocol for protocol in _ORDER if protocol != known]
     if call.access.headers:  # the fast path has none
@@ -135,11 +131,9 @@ def _find_out(call: _Call) -> TeacherClient:
             continue
         if protocol != known and is_certain:
             logger.info("%s: speaks %s", call.target.endpoint, client.protocol)
-            with _found_lock:
-                _found[address] = protocol
+            _found[address] = protocol
         return client
-    with _found_lock:
-        _found.pop(address, None)
+    _found.pop(address, None)
     raise TeacherGone(
         f"{call.target.endpoint}: a server listens there, but answers in no protocol of a "
         f"teacher; tried: {', '.join(tried)}"

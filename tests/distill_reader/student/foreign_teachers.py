@@ -262,7 +262,7 @@ class HttpTeacher:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # a client has left  # type: ignore[method-assign]
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client has left
         if context is not None:
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]

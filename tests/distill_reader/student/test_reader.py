@@ -333,15 +333,35 @@ def test_an_iterator_that_a_fork_inherits_refuses_instead_of_waiting_for_ever(ma
     teacher = FakeTeacher("a:1")
     iterator = make(teacher).set_batch_generator(lambda: ((image(1, 2), i) for i in range(10**9)))()
     next(iterator)
-    child = os.fork()
-    if child == 0:
+
+    def go_on() -> int:
         try:
             for _ in iterator:
                 pass
         except UsageError:
-            os._exit(7)
+            return 7
+        return 1
+
+    assert exit_code_of_fork(go_on) == 7
+    iterator.close()
+
+
+def test_a_fork_reads_whatever_threads_of_its_parent_were_at(make):
+    reader = make(FakeTeacher("a:1")).set_batch_generator([(image(1, 2), 0)])
+    list(reader())
+    with reader._services[""].meter._lock:
+        assert exit_code_of_fork(lambda: len(list(reader()))) == 1
+
+
+def exit_code_of_fork(work: Callable[[], int]) -> int:
+    """Return what `work` returns in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = work()
         finally:
-            os._exit(1)
+            os._exit(code)
     statuses: list[int] = []
 
     def is_over() -> bool:
@@ -355,8 +375,7 @@ def test_an_iterator_that_a_fork_inherits_refuses_instead_of_waiting_for_ever(ma
         if not statuses:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        iterator.close()
-    assert os.waitstatus_to_exitcode(statuses[0]) == 7
+    return os.waitstatus_to_exitcode(statuses[0])
 
 
 # --- how it is set

@@ -202,6 +202,9 @@ class Supervisor:
         registry = self._registry
         since_s = registry.alone_since_s(now)
         if since_s is None:
+            if self.has_given_up:  # what a teacher owed has ended without an answer
+                self.has_given_up = False
+                self._feed.resume()
             return None
         wait_s = self._look_for_refusals(since_s, now)
         if self._timeout_s is None:

@@ -91,13 +91,13 @@ class Teacher:
 
     def missing_since_s(self, now: float) -> float | None:
         """Return since when it owes an answer; None: it is on time."""
-        if self.absent_since_s is not None or not self.flights:
+        owing = [flight for flight in self.flights if flight.left]  # others are about to land
+        if self.absent_since_s is not None or not owing:
             return self.absent_since_s
-        oldest = min(self.flights, key=lambda flight: flight.since_s)
+        oldest = min(owing, key=lambda flight: flight.since_s)
         since_s = max(oldest.since_s, self.answered_s)
         pace = self.pace
-        samples = oldest.request.samples if oldest.left else 1
-        if pace.is_known and now - since_s <= pace.hedge_after_s(samples):
+        if pace.is_known and now - since_s <= pace.hedge_after_s(oldest.request.samples):
             return None
         return since_s
 

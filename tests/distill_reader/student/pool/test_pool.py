@@ -279,6 +279,22 @@ def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later
     reading.finish()
 
 
+def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_answer(
+    read, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._TRIAL_S", 0.1)
+    teacher = FakeTeacher("a:1", delay_s=1.0)
+    teacher.refuse_with = lambda: RequestTooLarge("so many are too many")
+    reading = read(teacher, timeout_s=0.2, skips=True)
+    wait_until(lambda: reading.found and reading.found[-1][1] is None)
+    teacher.delay_s = 0.0
+    wait_until(lambda: not teacher.in_flight)
+    teacher.refuse_with = lambda: None
+    wait_until(lambda: reading.found[-1][1] is not None)
+    reading.finish()
+
+
 def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
     monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
     dead = FakeTeacher("a:1")

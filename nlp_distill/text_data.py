@@ -210,10 +210,14 @@ def collate(samples: Sequence[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
     ]
 
 
+def padded_length(tokens: int) -> int:
+    """Return how long a text of so many tokens is in a batch, if it is the longest."""
+    return -(-tokens // LENGTH_STEP) * LENGTH_STEP
+
+
 def pad(ids: Sequence[np.ndarray]) -> np.ndarray:
     """Return (N, L) int64, PAD behind each text; L is a multiple of LENGTH_STEP."""
-    longest = max(map(len, ids))
-    padded = np.full((len(ids), -(-longest // LENGTH_STEP) * LENGTH_STEP), PAD, np.int64)
+    padded = np.full((len(ids), padded_length(max(map(len, ids)))), PAD, np.int64)
     for row, each in zip(padded, ids, strict=True):
         row[: len(each)] = each
     return padded

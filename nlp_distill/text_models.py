@@ -7,7 +7,7 @@ from pathlib import Path
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
-from text_data import PAD, UNKNOWN, DataError, Vocabulary
+from text_data import PAD, UNKNOWN, DataError, Vocabulary, padded_length
 
 from distill_reader.convert import save_servable
 
@@ -38,7 +38,7 @@ class Transformer(nn.Layer):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, size.width, padding_idx=PAD)
-        self.places = nn.Embedding(max_tokens, size.width)
+        self.places = nn.Embedding(padded_length(max_tokens), size.width)
         layer = nn.TransformerEncoderLayer(
             size.width, size.heads, 4 * size.width, dropout=size.dropout, activation="gelu",
             normalize_before=True,

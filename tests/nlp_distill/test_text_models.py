@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 import pytest
-from text_data import DataError, Vocabulary
+from text_data import DataError, Vocabulary, pad
 from text_models import (
     STUDENTS,
     Transformer,
@@ -43,6 +43,13 @@ def test_order_counts_for_the_teacher_and_not_for_a_bag_of_words(kind, counts):
         network(paddle.to_tensor(ids)).numpy() for ids in (IDS, IDS[:, [2, 1, 0, *range(3, 8)]])
     )
     assert np.allclose(one, two, atol=1e-5) is not counts
+
+
+def test_a_teacher_takes_texts_as_long_as_its_vocabulary_leaves_them():
+    ids = pad([np.full(11, 3)])  # padded to more than that
+    network = Transformer(9, 11, 3, SIZE)
+    network.eval()
+    assert network(paddle.to_tensor(ids)).shape == [1, 3]
 
 
 def test_words_are_hidden_in_training_alone():

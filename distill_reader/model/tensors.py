@@ -170,3 +170,17 @@ def array_of(tensor: Any) -> Array:
         return np.asarray(tensor.numpy())
     cast = tensor.float if hasattr(tensor, "float") else lambda: tensor.astype("float32")
     return np.asarray(cast().numpy())
+
+
+def memory_of(value: Any) -> int:
+    """Return about how many bytes an array, a tensor, or a list of some has; 0: something else."""
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size  # of numpy or PyTorch
+    if hasattr(value, "element_size"):
+        return int(value.size) * int(value.element_size())  # of Paddle
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, list | tuple) and value:
+        return len(value) * memory_of(value[0])  # looking at each would take time
+    return 0

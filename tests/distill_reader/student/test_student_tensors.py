@@ -12,6 +12,7 @@ from torch.utils.data import Dataset  # noqa: E402
 
 from distill_reader.errors import UsageError  # noqa: E402
 from distill_reader.model.specs import ModelSpec, TensorSpec  # noqa: E402
+from distill_reader.student.batches.items import BatchFormat  # noqa: E402
 from edl import DistillReader, elastic, soft_cross_entropy  # noqa: E402
 from tests.distill_reader.student.fake_teachers import FakeTeacher  # noqa: E402
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher  # noqa: E402
@@ -44,6 +45,16 @@ def test_arrays_come_as_tensors_of_the_framework_and_the_rest_as_it_is(reach, fr
         np.testing.assert_array_equal(total.numpy(), np.full((4, 1), 6.0 * number))
         total[:] = 0  # it is the user's own
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_tensors_that_are_not_sent_count_as_memory(framework):
+    zeros = pytest.importorskip(framework).zeros
+    make = BatchFormat(((1, "image"),), 2, 1).item
+    image = np.zeros((4, *SHAPE), np.float32)
+    nothing = make((None, image)).charge_bytes
+    assert make((zeros([4, 500]), image)).charge_bytes - nothing == 8000
+    assert make(([zeros([500])] * 4, image)).charge_bytes - nothing == 8000
 
 
 def test_samples_and_lists_of_samples_come_as_tensors_too(reach):

@@ -194,7 +194,8 @@ class _Pass:
         """Start what waits, the highest priority first; jobs that run give way down to their least.
 
         One that waits for longer than the policy's patience lets no later one of its priority
-        start, so the room that becomes free is its own in the end.
+        start, so the room that becomes free is its own in the end. Not one that the nodes could
+        not hold as they are, whoever ends: the others would wait for nothing.
         """
         first: JobView | None = None  # for which the others wait
         hopeless: dict[Hashable, int] = {}  # so many trainers of that found no room
@@ -208,7 +209,10 @@ class _Pass:
             hopeless[key] = min(job.min_trainers, hopeless.get(key, job.min_trainers))
             there = f", the first on {job.home}, which has its state" if job.home else ""
             self._say(job, f"waits: no room for its least, {job.min_trainers}{there}")
-            if self._now - job.submitted_at >= self._policy.patience_s:
+            waited_s = self._now - job.submitted_at
+            if waited_s >= self._policy.patience_s and self._room.could_take(
+                job.job_id, job.min_trainers
+            ):
                 first = job
 
     def _waiting(self) -> Iterator[JobView]:

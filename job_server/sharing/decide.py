@@ -4,7 +4,9 @@ The server passes through all shared jobs and nodes, and tells each job what is 
 other jobs hold, and shared ones that cannot be changed now, is foreign load to the allocator.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from job_server.api.wire import JobSpec, JobState, Node
 from job_server.cluster.placement import serves, why_unserved
@@ -105,19 +107,16 @@ def rooms_of(
     Args:
         free: the jobs that it decides on; what others hold is foreign.
     """
-    held: dict[str, set[int]] = {}  # node -> slots
-    needs: dict[str, list[int]] = {}  # node -> CPU, memory
+    held, lent = defaultdict[str, _Held](_Held), defaultdict[str, _Held](_Held)  # by node
     decided = frozenset(job.spec.job_id for job in free)
     for job in jobs:
         is_free = job.spec.job_id in decided
         for node_id, slots in slots_held(job).items():
             if is_free:
                 slots = _stuck(job, node_id, slots, now)
-            held.setdefault(node_id, set()).update(slots)
-            need = needs.setdefault(node_id, [0, 0])
-            if isinstance(job, Job):
-                need[0] += len(slots) * job.spec.cpu_milli
-                need[1] += len(slots) * job.spec.memory_mb
+            held[node_id].add(job, slots)
+            if isinstance(job, Job) and job.spec.share and not is_free:
+                lent[node_id].add(job, slots)
     heard: dict[str, int] = {}  # node -> slots of pods that no job has given up
     for job in free:
         pods = count_by_node(pod.site.node_id for pod in job.pods if pod.usable)
@@ -127,18 +126,34 @@ def rooms_of(
     for use in nodes:
         node_id = use.node.node_id
         if use.alive:
-            rooms.append(_room(use, held.get(node_id, set()), needs.get(node_id, [0, 0])))
+            rooms.append(_room(use, held[node_id], lent[node_id]))
         elif node_id in heard:
             capacity = Resources(heard[node_id], UNLIMITED, UNLIMITED)
             rooms.append(NodeRoom(node_id=node_id, capacity=capacity))
     return rooms
 
 
-def _room(use: NodeUse, held: set[int], needs: Sequence[int]) -> NodeRoom:
+@dataclass(slots=True)
+class _Held:
+    """What jobs have of a node."""
+
+    slots: set[int] = field(default_factory=set)
+    cpu_milli: int = 0
+    memory_mb: int = 0
+
+    def add(self, job: AnyJob, slots: frozenset[int]) -> None:
+        self.slots |= slots
+        if isinstance(job, Job):
+            self.cpu_milli += len(slots) * job.spec.cpu_milli
+            self.memory_mb += len(slots) * job.spec.memory_mb
+
+
+def _room(use: NodeUse, held: _Held, lent: _Held) -> NodeRoom:
+    """Return a node as the allocator sees it; `lent` is what shared jobs have of `held`."""
     node, report = use.node, use.report
     usable = {slot.index for slot in node.slots if slot.usable}
     strangers = {each.index for each in report.slots if each.stranger} if report else set()
-    others = len(usable & (held | strangers))
+    others = len(usable & (held.slots | strangers))
     if use.limit is not None:
         others = max(others, len(usable) - use.limit)
     return NodeRoom(
@@ -150,9 +165,10 @@ def _room(use: NodeUse, held: set[int], needs: Sequence[int]) -> NodeRoom:
         ),
         foreign=Resources(
             slots=others,
-            cpu_milli=use.foreign_cpu_milli + needs[0],
-            memory_mb=use.foreign_memory_mb + needs[1],
+            cpu_milli=use.foreign_cpu_milli + held.cpu_milli,
+            memory_mb=use.foreign_memory_mb + held.memory_mb,
         ),
+        lent=Resources(len(usable & lent.slots), lent.cpu_milli, lent.memory_mb),
         limit=use.limit,
     )
 
@@ -177,7 +193,7 @@ def why_never(spec: JobSpec, nodes: Iterable[NodeUse]) -> str:
     for use in nodes:
         if not use.alive or not serves(spec, use.node):
             continue
-        room = _room(use, set(), (0, 0))
+        room = _room(use, _Held(), _Held())
         each = pod_needs(spec)
         have = room.capacity.slots
         if use.limit is not None:

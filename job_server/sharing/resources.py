@@ -24,6 +24,7 @@ class NodeRoom:
     node_id: str
     capacity: Resources
     foreign: Resources = NOTHING  # what others use of it: web traffic, a user's own programs
+    lent: Resources = NOTHING  # of that, what jobs have that share, and keep it for now
     limit: int | None = None  # of slots, also where jobs need more; `foreign` holds the rest
 
 
@@ -43,6 +44,7 @@ class Need(NamedTuple):
 class _Node:
     node_id: str
     free: list[int]  # may be below 0: others have taken what jobs use
+    most: list[int]  # that is free when no job that shares has anything
     limit: int | None
 
 
@@ -70,20 +72,18 @@ class Room:
             max_load: the part of each resource of the whole cluster that may be used.
         """
         self._nodes: list[_Node] = []
-        total, used = [0] * len(_KINDS), [0] * len(_KINDS)
+        total, used, lent = ([0] * len(_KINDS) for _ in range(3))
         for node in nodes:
-            self._nodes.append(
-                _Node(
-                    node.node_id,
-                    [node.capacity[k] - node.foreign[k] for k in _KINDS],
-                    node.limit,
-                )
-            )
+            free = [node.capacity[k] - node.foreign[k] for k in _KINDS]
+            most = [free[k] + node.lent[k] for k in _KINDS]
+            self._nodes.append(_Node(node.node_id, free, most, node.limit))
             for k in _KINDS:
                 total[k] += node.capacity[k]
                 used[k] += node.foreign[k]
+                lent[k] += node.lent[k]
         self._index = {node.node_id: i for i, node in enumerate(self._nodes)}
         self._left = [int(total[k] * max_load) - used[k] for k in _KINDS]  # below the limit
+        self._most = [self._left[k] + lent[k] for k in _KINDS]  # ... when no job has anything
         self._limit = int(total[0] * max_load) - used[0]
         self._used: dict[str, int] = {}  # user -> slots
         self._held: dict[str, _Held] = {}
@@ -182,6 +182,19 @@ class Room:
                 return True
         self._first[key] = len(self._nodes)
         return False
+
+    def could_take(self, job_id: str, count: int) -> bool:
+        """Say whether there were room for so many trainers of a job if no other job had any."""
+        held = self._held[job_id]
+        needed = [k for k in _KINDS if held.each[k]]
+        if any(count * held.each[k] > self._most[k] for k in needed):
+            return False
+        fits = {
+            node.node_id: max(0, min((node.most[k] // held.each[k] for k in needed), default=count))
+            for node in self._nodes
+            if held.nodes is None or node.node_id in held.nodes
+        }
+        return sum(fits.values()) >= count and (not held.home or fits.get(held.home, 0) > 0)
 
     def give_back(self, job_id: str, node_id: str | None = None) -> None:
         """Take one trainer off.

@@ -141,6 +141,31 @@ def test_one_that_has_waited_too_long_is_not_passed_by_for_ever():
     assert counts(found) == {"large": 4, "small": 0}
 
 
+NOT_BY_ANY_END = {
+    "it needs more than there is": (job("large", 4, 4), [0, 3]),
+    "its home has nothing to use": (job("large", 1, 1, home="n0"), [0, 3]),
+    "its home is gone": (job("large", 1, 1, home="n7"), [3]),
+    "no node of its own is there": (job("large", 1, 1, nodes=frozenset({"n7"})), [3]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_BY_ANY_END)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_behind_a_job_that_the_nodes_could_not_hold_as_they_are(policy, case):
+    large, slots = NOT_BY_ANY_END[case]
+    running, small = job("running", 1, 1, 1, node="n1"), job("small", 1, 1, submitted_at=10.0)
+    found = allocate(POLICIES[policy](), [running, large, small], cluster(*slots), 5000.0)
+    assert (found["large"].trainers, found["small"].trainers) == (0, 1), found
+
+
+def test_a_job_waits_for_what_others_have_who_share_and_keep_it_for_now():
+    large, small = job("large", 4, 4), job("small", 1, 1, submitted_at=10.0)
+    kept = Resources(slots=2)  # by one that is about to end, say
+    node = NodeRoom(node_id="n0", capacity=Resources(slots=4), foreign=kept, lent=kept)
+    found = allocate(Fulfilment(), [large, small], [node], 5000.0)
+    assert found["small"].reason.startswith("waits behind large")
+
+
 def test_foreign_load_takes_trainers_from_where_it_is():
     nodes = [
         NodeRoom(node_id="n0", capacity=Resources(slots=4), foreign=Resources(slots=3)),

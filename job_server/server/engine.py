@@ -19,6 +19,7 @@ from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
 from job_server.cluster.quarantine import FORGIVEN_S, begin, lasting
+from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
@@ -164,7 +165,11 @@ class Engine:
             except wire.WireError as error:  # what is wrong is reported again
                 logger.error("a quarantine in the database cannot be read: %s", error)
                 continue
-            self.registry.enter_quarantine(node_id, known.slot, known)
+            # Where the clock was set back since, it would never end, and later faults were old news.
+            lead_s = max(known.since, known.ended_at or 0.0) - self.now()
+            self.registry.enter_quarantine(
+                node_id, known.slot, moved_back(known, lead_s) if lead_s > 0 else known
+            )
 
     def start(self) -> None:
         """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
@@ -722,8 +727,9 @@ class Engine:
             with contextlib.suppress(NotFound):
                 uuid = self.registry.get(bad.node_id).slot(bad.slot).uuid
                 is_other = bool(bad.uuid and uuid) and bad.uuid != uuid
-                if not is_other and self.now() - bad.at <= FORGIVEN_S:
-                    self.quarantine(bad.node_id, bad.slot, bad.name, bad.why, at=bad.at)
+                at = min(bad.at, self.now())  # later: the clock was set back since
+                if not is_other and self.now() - at <= FORGIVEN_S:
+                    self.quarantine(bad.node_id, bad.slot, bad.name, bad.why, at=at)
 
     def _enter_quarantine(self, node_id: str, slot: int, held: wire.Quarantine | None) -> None:
         try:

@@ -1,6 +1,9 @@
 """What a server makes of what clients report of their slots."""
 
+import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +78,40 @@ def test_a_quarantine_outlives_the_server(tmp_path):
         assert usable(service) == [True, True]
 
 
+def restarted(path: Path, clock: Clock) -> AbstractContextManager[JobService]:
+    """A server whose machine's clock was set back by a month since the last one."""
+    clock.now -= 30 * 86400.0
+    return open_service(path, now=clock)
+
+
+def test_a_quarantine_ends_though_the_clock_was_set_back_meanwhile(tmp_path):
+    clock, path = Clock(), tmp_path / "server.db"
+    with open_service(path, now=clock) as service:
+        service.register(cpu_node())
+        report(service, LOST)
+    with restarted(path, clock) as service:
+        service.register(cpu_node())
+        assert usable(service) == [True, False]
+        clock.now += 700
+        report(service, idle_s=700.0)
+        assert usable(service) == [True, True]
+
+
+def test_a_fault_is_heard_of_though_the_clock_was_set_back_since_the_last_one(tmp_path):
+    clock, path = Clock(), tmp_path / "server.db"
+    with open_service(path, now=clock) as service:
+        service.register(cpu_node())
+        report(service, LOST)
+        clock.now += 700
+        report(service, idle_s=700.0)
+        assert usable(service) == [True, True]
+    with restarted(path, clock) as service:
+        service.register(cpu_node())
+        clock.now += 60
+        report(service, wire.SlotFault(name="xid_48", text="a memory error", age_s=3.0))
+        assert usable(service) == [True, False]
+
+
 def test_an_operator_puts_a_slot_in_quarantine_and_takes_it_back():
     with open_service() as service:
         service.register(cpu_node())
@@ -141,6 +178,10 @@ def test_a_slot_that_a_job_has_found_bad_is_entered_once_and_again_after_a_resta
         assert usable(service) == [True, False]
         service.order_slot("node-a", wire.SlotOrder(slot=1, take_back=True))
     with open_service(path) as service:
+        assert usable(service) == [True, True]
+    clock = Clock()
+    clock.now = time.time()
+    with restarted(path, clock) as service:
         assert usable(service) == [True, True]
 
 

@@ -151,7 +151,7 @@ def _groups(controller: str, proc: Path) -> Iterator[Path]:
     for line in _text(proc / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         root, mounted_at = before.split()[3:5]
-        kind, _, options = after.split(None, 2)
+        kind, _, options = after.split(" ", 2)  # what is mounted may have an empty name
         if kind == "cgroup2":
             path = own[""]
         elif kind == "cgroup" and controller in options.split(","):

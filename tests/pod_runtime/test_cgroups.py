@@ -55,6 +55,13 @@ def test_without_groups_the_machine_is_all_there_is(proc: Path):
     assert usable_cores(proc) == len(os.sched_getaffinity(0))
 
 
+def test_a_mount_without_a_source_is_passed_over(proc: Path):
+    with (proc / "mountinfo").open("a") as file:  # as of `mount -t tmpfs "" /mnt`
+        file.write("31 22 0:27 / /mnt rw,relatime shared:2 - tmpfs  rw,size=1024k\n")
+    group(mount(proc, "cgroup2", ""), cpu__max="150000 100000")
+    assert cpu_quota(proc) == 1.5
+
+
 def test_a_container_of_cgroup_v2_sees_its_own_group_as_the_root(proc: Path):
     top = mount(proc, "cgroup2", "nsdelegate")
     group(

@@ -35,13 +35,15 @@ class TaskService:
         self._now = now
         self._lock = threading.Lock()
         self._queues: dict[str, TaskQueue] = {}
+        self._unwritten: set[str] = set()  # what these have in memory is not what is stored
         for name in store.task_queues():
             self._load(name)
 
     def _load(self, name: str) -> None:
         """Read a queue; one that cannot be read is left out, and its readers are told so."""
-        self._queues.pop(name, None)
         data, tasks = self._store.task_queue(name)
+        self._unwritten.discard(name)
+        self._queues.pop(name, None)
         try:
             self._queues[name] = TaskQueue.load(
                 wire.decode(StoredQueue, data),
@@ -54,7 +56,7 @@ class TaskService:
     def list_queues(self) -> TaskQueueList:
         """Return all queues by name."""
         with self._lock:
-            queues = [self._queues[name] for name in sorted(self._queues)]
+            queues = [self._queue(name) for name in sorted(self._queues)]
             return TaskQueueList(queues=tuple(queue.status(self._now()) for queue in queues))
 
     def make_queue(self, spec: TaskQueueSpec) -> TaskQueueStatus:
@@ -64,7 +66,7 @@ class TaskService:
             Conflict: the name is taken by a queue of something else.
         """
         with self._lock:
-            taken = self._queues.get(spec.name)
+            taken = self._find(spec.name)
             if taken is None:
                 self._store.delete_task_queue(spec.name)  # of one that could not be read
                 stored = StoredQueue(spec=spec)
@@ -121,7 +123,7 @@ class TaskService:
                     durable=durable,
                 )
         except StoreTrouble:
-            self._load(name)  # as if nothing had been asked
+            self._unwritten.add(name)  # the next request reads it: as if nothing had been asked
             raise
         for task in changes.tasks:
             if task.phase is TaskPhase.DROPPED:
@@ -130,8 +132,13 @@ class TaskService:
                     name, task.number, task.pass_number, queue.spec.tasks[task.number], task.error,
                 )  # fmt: skip
 
+    def _find(self, name: str) -> TaskQueue | None:
+        if name in self._unwritten:
+            self._load(name)
+        return self._queues.get(name)
+
     def _queue(self, name: str) -> TaskQueue:
-        queue = self._queues.get(name)
+        queue = self._find(name)
         if queue is None:
             raise NotFound(f"name: there is no task queue {name[:100]!r}")
         return queue

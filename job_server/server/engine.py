@@ -777,7 +777,7 @@ class Engine:
         return [
             NodeUse(
                 node=known.effective,
-                alive=self.registry.is_alive(known, now),
+                alive=self.registry.is_alive(known, now) and not self.registry.is_mute(known, now),
                 report=known.report,
                 limit=self.registry.limits.get(known.node.node_id),
                 foreign_cpu_milli=known.cpu.used,
@@ -789,7 +789,8 @@ class Engine:
     def known(self, node: wire.Node) -> KnownNode:
         pods = self.plan_of(node.node_id)
         plan: Topic[Plan] = Topic(pods, self._plan_body, self.watchers, self.first_revision())
-        return KnownNode(node=node, seen_at=self.now(), plan=plan)
+        now = self.now()
+        return KnownNode(node=node, seen_at=now, added_at=now, plan=plan)
 
     def first_revision(self) -> int:
         """Return a number above all revisions before a restart: a poll from then must not wait."""

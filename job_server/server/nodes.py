@@ -54,8 +54,9 @@ class SmoothedLoad:
 class KnownNode:
     node: wire.Node
     seen_at: float
+    added_at: float  # when it registered first
     plan: Topic[Plan]
-    report: wire.NodeReport | None = None  # None: none since it registered
+    report: wire.NodeReport | None = None  # None: none since then
     asked_at: float = 0.0  # when the launchers of its pods were last asked whether they live
     changed: int = 0  # the registry's count of changes as this node changed last
     cpu: SmoothedLoad = field(default_factory=SmoothedLoad)
@@ -129,6 +130,13 @@ class NodeRegistry:
     def is_alive(self, known: KnownNode, now: float) -> bool:
         silence_s = SILENT_HEARTBEATS * self.heartbeat_s + self.hearing.late_s
         return now < known.seen_at + silence_s
+
+    def is_mute(self, known: KnownNode, now: float) -> bool:
+        """Return whether its client should have reported by now, and never has: it registers, dies
+        and is started again, say.
+        """
+        silence_s = SILENT_HEARTBEATS * self.heartbeat_s + self.hearing.late_s
+        return known.report is None and now >= known.added_at + silence_s
 
     def put(self, known: KnownNode) -> None:
         """Add a node, or enter that it has registered again."""

@@ -360,6 +360,18 @@ def test_what_cannot_be_decided_keeps_nobody_else_from_the_server(cluster, monke
     assert cluster.sizes() == {"job": 5}
 
 
+def test_a_client_that_registers_again_and_again_and_never_reports_holds_up_nobody(cluster):
+    cluster.run(1)
+    broken = replace(cluster.machines["a"].node, node_id="broken", addr="10.0.0.9")
+    cluster.service.register(broken)  # as one that is started again whenever it dies
+    cluster.add("first", 1, 5)
+    for _ in range(20):
+        cluster.run(1)
+        cluster.service.register(broken)
+    assert cluster.sizes() == {"first": 5}
+    assert all(pod.node_id != "broken" for pod in cluster.status("first").pods)
+
+
 def test_a_limit_of_a_node_takes_trainers_off_it(cluster):
     cluster.add("job", 1, 5)
     cluster.run(20)

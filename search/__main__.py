@@ -15,6 +15,7 @@ from pathlib import Path
 from job_server.api.command_line import OptionParser
 from job_server.api.errors import ConfigError, JobServerError
 from job_server.api.local_servers import connect, find_servers
+from job_server.api.text import printable
 from search.decide import HOPELESS, is_hopeless
 from search.study_file import read_study
 from search.text import best_text, best_trial, summary, trials_table
@@ -71,7 +72,7 @@ def _run(
 
     def say(line: str) -> None:
         if not live:
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     home = folder or path.absolute().with_name(f"{spec.name}.study")
     with StudyStore(home, spec) as store, connect(servers[0], token_file, os.environ) as api:
@@ -101,7 +102,7 @@ def _paint(lines: Sequence[str]) -> None:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"edl search: {text}", file=sys.stderr)
+    print(f"edl search: {printable(text, lines=True)}", file=sys.stderr)
     return code
 
 

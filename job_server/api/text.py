@@ -225,6 +225,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def printable(text: str) -> str:
-    """Return text from elsewhere so that it cannot move the terminal's cursor."""
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+def printable(text: str, *, lines: bool = False) -> str:
+    """Return text from elsewhere so that it cannot move the terminal's cursor.
+
+    Args:
+        lines: it may have several lines.
+    """
+    kept = "\n" if lines else ""
+    return "".join(
+        char if char.isprintable() or char in kept else f"\\x{ord(char):02x}" for char in text
+    )

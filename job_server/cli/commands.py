@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"edl: {text}", file=sys.stderr)
+    print(f"edl: {printable(text, lines=True)}", file=sys.stderr)
     return code
 
 
@@ -345,7 +345,7 @@ def _pods(api: ApiClient, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(wire.encode(status.pods), indent=2))
     else:
-        print(_pods_table(status) if status.pods else f"no pods: {status.reason}")
+        print(_pods_table(status) if status.pods else f"no pods: {printable(status.reason)}")
 
 
 def _resize(api: ApiClient, args: argparse.Namespace) -> None:
@@ -398,7 +398,7 @@ def _follow_end(
     while status.state in halting:
         text = status.reason if status.saving is None else saving_text(status.saving)
         if text != shown and not args.json:
-            print(f"{status.job_id}: {text}", flush=True)
+            print(f"{status.job_id}: {printable(text)}", flush=True)
         shown = text
         try:
             status = api.watch(status.job_id, status.revision, POLL_S)
@@ -455,7 +455,7 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
     print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "IN USE", "LAST SEEN"), rows))
     for known in nodes:
         for line in slot_lines(known, now):
-            print(f"{known.node.node_id}: {line}")
+            print(f"{known.node.node_id}: {printable(line)}")
 
 
 def _capacity(api: ApiClient, args: argparse.Namespace) -> None:
@@ -612,7 +612,7 @@ def _print_events(api: ApiClient, job_id: str, after: int, args: argparse.Namesp
             continue
         at = datetime.fromtimestamp(event.at, UTC).astimezone()
         stage = f"stage {event.stage}" if event.stage else ""  # 0: before the first
-        print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {event.text}", flush=True)
+        print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {printable(event.text)}", flush=True)
     return after
 
 
@@ -731,7 +731,7 @@ def _job_text(status: wire.JobStatus, now: float) -> str:
         for record in status.stages
     ]
     header = ("STAGE", "WAY", "PODS", "STEPS", "PAUSE", "REDONE", "OUTCOME", "WHY")
-    blocks = ["\n".join(f"{name:<8} {value}" for name, value in facts)]
+    blocks = ["\n".join(f"{name:<8} {printable(str(value))}" for name, value in facts)]
     if status.pods:
         blocks.append(_pods_table(status))
     if stages:
@@ -743,7 +743,7 @@ def _error_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
     if status.error is None:
         return []
     what, where = error_lines(status.error)
-    return [("error", printable(what)), ("", printable(where))]
+    return [("error", what), ("", where)]
 
 
 def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:

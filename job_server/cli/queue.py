@@ -3,7 +3,7 @@
 from typing import Any
 
 from job_server.api import wire
-from job_server.api.text import counted, listed, roughly, table
+from job_server.api.text import counted, listed, printable, roughly, table
 from job_server.sharing.explain import Explanation, outlook_text, range_text
 from job_server.sharing.forecast import Outlook, foresee
 
@@ -76,7 +76,7 @@ def explanation_text(explanation: Explanation) -> str:
     """Return the sentence, and below it what stands behind it."""
     width = max((len(name) for name, _ in explanation.facts), default=0)
     facts = [f"  {name:<{width}}  {text}" for name, text in explanation.facts]
-    return "\n".join([explanation.summary, *facts])
+    return "\n".join(map(printable, [explanation.summary, *facts]))
 
 
 def explanation_json(job_id: str, explanation: Explanation) -> dict[str, Any]:

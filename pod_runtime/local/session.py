@@ -17,7 +17,7 @@ import pod_runtime
 from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token
 from job_server.api.errors import JobServerError, Rejected, Retryable
-from job_server.api.text import error_lines, saving_text
+from job_server.api.text import error_lines, printable, saving_text
 from job_server.api.wire import TRAIN_LOSS, JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
@@ -330,7 +330,7 @@ def show(text: str) -> None:
     if not text:
         return
     with patient_output():
-        sys.stdout.write(f"edl: {text}\n")
+        sys.stdout.write(f"edl: {printable(text, lines=True)}\n")
         sys.stdout.flush()
 
 

@@ -414,6 +414,28 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         assert follow.result() in (0, 1)  # ended, or forgotten by then
 
 
+def test_what_a_script_wrote_does_not_move_the_cursor(server, run):
+    with server.api() as api:
+        api.submit(wire.JobSpec(job_id="colourful", max_failures=0))
+        api.register_node(cpu_node("node-c", job_id="colourful", port_low=23000, port_high=23099))
+        state = wire.PodState(
+            pod_id="pod_0_0",
+            job_id="colourful",
+            phase=wire.PodPhase.EXITED,
+            exit_code=1,
+            last_lines=("45 %\r\x1b[2A\x1b[31m46 %",),
+        )
+        api.node_report(wire.NodeReport(node_id="node-c", pods=(state,)))
+        for command in ("events", "status", "explain", "resize 1"):
+            verb, *more = command.split()
+            _, out = run(verb, "colourful", *more)
+            if verb != "resize":
+                assert r"45 %\x0d\x1b[2A\x1b[31m46 %" in out, out
+            assert set("\r\x1b").isdisjoint(out), out
+        api.node_report(wire.NodeReport(node_id="node-c", leaving=True))
+        api.delete("colourful")
+
+
 def test_edl_lists_what_exists_and_nothing_else(capsys):
     assert edl(["--help"]) == 0
     out = capsys.readouterr().out

@@ -21,11 +21,11 @@ class NodeView:
     memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
     faults: Mapping[int, str] = field(default_factory=dict)  # slot -> name of a fault just heard of
     shortage: str = ""  # of what it is short: it gets no new pods
-    quarantined: bool = field(init=False, repr=False, compare=False)  # a slot of it is
+    sound: frozenset[int] = field(init=False, repr=False, compare=False)  # slots to stay on
 
     def __post_init__(self) -> None:
-        barred = any(slot.quarantine for slot in self.node.slots)
-        object.__setattr__(self, "quarantined", barred)
+        sound = frozenset(slot.index for slot in self.node.slots if not slot.quarantine)
+        object.__setattr__(self, "sound", sound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +166,29 @@ def usable_slots(view: NodeView) -> list[int]:
     )
 
 
-def slots_in_quarantine(cluster: Cluster, site: Site | PlanPod) -> dict[int, Slot]:
-    """Return those of a pod's slots that it is to leave, by index."""
+def slots_to_leave(cluster: Cluster, site: Site | PlanPod) -> dict[int, Slot]:
+    """Return those of a pod's slots that it is to leave, by index: they are in quarantine, or its
+    node has registered again without them.
+    """
     view = find_node(cluster, site.node_id)
-    slots = () if view is None else view.node.slots
-    return {slot.index: slot for slot in slots if slot.quarantine and slot.index in site.slots}
+    if view is None or view.sound.issuperset(site.slots):
+        return {}
+    slots = {slot.index: slot for slot in view.node.slots}
+    return {
+        index: slots.get(index) or _gone(index, view.node)
+        for index in site.slots
+        if index not in view.sound
+    }
 
 
-def slots_to_leave(cluster: Cluster, site: Site) -> dict[int, Slot]:
-    """As `slots_in_quarantine`, without those that are sound: a pod may begin again on them."""
-    found = slots_in_quarantine(cluster, site)
+def _gone(index: int, node: Node) -> Slot:
+    kind, why = node.slots[0].kind, "not there any more: its client has registered without it"
+    return Slot(index=index, kind=kind, usable=False, reason=why, quarantine=why)
+
+
+def slots_to_shun(cluster: Cluster, site: Site) -> dict[int, Slot]:
+    """As `slots_to_leave`, without those that are sound: a pod may begin again on them."""
+    found = slots_to_leave(cluster, site)
     return {index: slot for index, slot in found.items() if not slot.drained}
 
 

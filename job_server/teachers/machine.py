@@ -14,7 +14,7 @@ from job_server.cluster.placement import (
     explain_shortage,
     find_node,
     place,
-    slots_in_quarantine,
+    slots_to_leave,
 )
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
@@ -325,11 +325,9 @@ def _preempt(work: TeacherWork, pod_ids: frozenset[str]) -> None:
 def _adjust(work: TeacherWork) -> None:
     """Have as many pods as are wanted and find a place."""
     for pod in work.job.staying:
-        for slot in slots_in_quarantine(work.cluster, pod.site).values():
+        for slot in slots_to_leave(work.cluster, pod.site).values():
             work.release(pod.pod_id)
-            work.note(
-                f"pod {pod.pod_id} leaves slot {slot.index}: in quarantine: {slot.quarantine}"
-            )
+            work.note(f"pod {pod.pod_id} leaves slot {slot.index}: {slot.reason}")
     job = work.job
     here = [pod for pod in job.staying if not is_silent(work, pod)]
     surplus = len(here) - job.wanted

@@ -11,7 +11,7 @@ from job_server.cluster.placement import (
     find_node,
     gather,
     place,
-    slots_in_quarantine,
+    slots_to_leave,
 )
 from job_server.training.job import Avoided, Job, JobStage, TrainingPod, age, occupied
 from job_server.training.work import Work, silent_pods
@@ -110,7 +110,7 @@ def able_to_train(work: Work, pods: Iterable[TrainingPod]) -> tuple[TrainingPod,
     return tuple(
         pod
         for pod in pods
-        if not any(s.ends_trainers for s in slots_in_quarantine(work.cluster, pod.site).values())
+        if not any(s.ends_trainers for s in slots_to_leave(work.cluster, pod.site).values())
     )
 
 

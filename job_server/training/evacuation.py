@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from job_server.cluster.placement import Site, slots_in_quarantine
+from job_server.cluster.placement import Site, slots_to_leave
 from job_server.jobs.work import Goal
 from job_server.training.accounting import is_live
 from job_server.training.allocation import avoid, avoided_slots, find_sites, make_pods
@@ -147,15 +147,13 @@ def _change_preparing(work: Work) -> None:
 
 
 def _bad_members(work: Work, stage: JobStage) -> list[StagePod]:
-    if not any(view.quarantined for view in work.cluster.nodes):
-        return []
     pods = work.job.pods_by_id()
     return [
         member
         for member in stage.members
         if (pod := pods.get(member.pod.pod_id)) is not None
         and pod.usable
-        and slots_in_quarantine(work.cluster, pod.site)
+        and slots_to_leave(work.cluster, pod.site)
     ]
 
 
@@ -164,7 +162,7 @@ def _may_stay(work: Work, member: StagePod) -> bool:
 
     It trains there, or recovers on a node that is drained: nobody else may hold the state.
     """
-    slots = slots_in_quarantine(work.cluster, member.pod).values()
+    slots = slots_to_leave(work.cluster, member.pod).values()
     active, pod_id = work.job.active, member.pod.pod_id
     if active is not None and active.over is None and active.member(pod_id) is not None:
         return not any(slot.ends_trainers for slot in slots)
@@ -191,7 +189,7 @@ def _kill(work: Work, stage: JobStage, bad: list[StagePod], *, all_: bool) -> bo
     """
     ranks = []
     for member in bad:
-        slots = slots_in_quarantine(work.cluster, member.pod)
+        slots = slots_to_leave(work.cluster, member.pod)
         for slot, rank in zip(member.pod.slots, member.pod.ranks, strict=True):
             found = slots.get(slot)
             if found and not found.drained and (found.ends_trainers or all_):
@@ -213,7 +211,7 @@ def _why(work: Work, bad: list[StagePod]) -> str:
     """Return in words which slots are in quarantine, and why."""
     parts = []
     for member in bad:
-        slots = slots_in_quarantine(work.cluster, member.pod)
+        slots = slots_to_leave(work.cluster, member.pod)
         drained = next((slot.quarantine for slot in slots.values() if slot.drained), "")
         if drained:
             text = f"node {member.pod.node_id} is drained: {drained}"
@@ -221,8 +219,7 @@ def _why(work: Work, bad: list[StagePod]) -> str:
                 parts.append(text)
             continue
         for slot in slots.values():
-            where = f"slot {slot.index} of {member.pod.node_id}"
-            parts.append(f"{where} is in quarantine: {slot.quarantine}")
+            parts.append(f"slot {slot.index} of {member.pod.node_id} is {slot.reason}")
     return "; ".join(parts)
 
 

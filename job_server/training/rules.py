@@ -21,7 +21,7 @@ from job_server.cluster.placement import (
     Cluster,
     explain_shortage,
     serving_nodes,
-    slots_to_leave,
+    slots_to_shun,
 )
 from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
@@ -469,7 +469,7 @@ def _begin_start(work: Work) -> None:
     stay = [
         pod
         for pod in job.known_pods(job.recovery_pods)
-        if pod.usable and not slots_to_leave(work.cluster, pod.site)
+        if pod.usable and not slots_to_shun(work.cluster, pod.site)
     ]
     if job.avoided:
         more = max(0, job.target - len(stay))

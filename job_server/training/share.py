@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import Allotment, Order, Way
-from job_server.cluster.placement import find_node, slots_in_quarantine
+from job_server.cluster.placement import find_node, slots_to_leave
 from job_server.jobs.events import Allotted, RequestRefused
 from job_server.jobs.work import Goal
 from job_server.training.accounting import CLOCK_RUNS
@@ -123,7 +123,7 @@ def follow(work: Work) -> None:
     if not may_change(job, work.now) or work.now < job.growth.retry_at:
         return
     pods = job.known_pods(stage.pod_ids)
-    fit = tuple(pod for pod in pods if not slots_in_quarantine(work.cluster, pod.site))
+    fit = tuple(pod for pod in pods if not slots_to_leave(work.cluster, pod.site))
     stay, missing = split(fit, allotment.nodes)
     leave = len(stage.members) - len(stay)
     if not job.elastic and (leave or missing):  # it was allotted as the job began

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from job_server.api.wire import PlanPod, SlotKind, Way
-from job_server.cluster.placement import Cluster, find_node, slots_in_quarantine
+from job_server.cluster.placement import Cluster, find_node, slots_to_leave
 from job_server.training.changes import choose_way, scripted
 from job_server.training.job import Job
 from job_server.training.moves import begin
@@ -37,7 +37,7 @@ def stand_by(work: Work, *, may_begin: bool) -> None:
     if _why_none(work, choose_way(job, work.cluster)):
         return
     pods = job.known_pods(stage.pod_ids)
-    if any(slots_in_quarantine(work.cluster, pod.site) for pod in pods):
+    if any(slots_to_leave(work.cluster, pod.site) for pod in pods):
         return
     begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
     if job.spec.standby > 1:

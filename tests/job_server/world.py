@@ -992,7 +992,7 @@ class World:
             replace(
                 slot,
                 usable=not why,
-                reason=why,
+                reason=f"in quarantine: {why}" if why else "",
                 quarantine=why,
                 ends_trainers=bool(why) and fatal,
             )

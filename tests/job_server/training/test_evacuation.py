@@ -1,10 +1,12 @@
 """A training leaves the slots that are in quarantine, and goes on with the others."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from job_server.api.wire import JobState, Way
+from job_server.jobs.events import NodesChanged
 from tests.job_server.world import World, trains, world
 
 WHY = "XID 79: it has fallen off the bus"
@@ -24,6 +26,11 @@ def until(made: World, holds: Callable[[], bool]) -> None:
             return
         made.round()
     raise AssertionError("\n".join(made.reasons[-20:]))
+
+
+def places(made: World) -> list[tuple[str, tuple[int, ...]]]:
+    assert made.job.active is not None
+    return sorted((member.pod.node_id, member.pod.slots) for member in made.job.active.members)
 
 
 def slots_in_use(made: World) -> list[int]:
@@ -119,3 +126,30 @@ def test_no_standby_is_prepared_on_a_slot_that_is_to_be_left():
     assert made.job.preparing is None
     quarantine(made, 1, fatal=False, why="")
     until(made, lambda: made.job.preparing is not None and made.job.preparing.stands_by)
+
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_leaves_a_slot_that_its_node_has_registered_without(nodes: int):
+    made = trains(world(nodes=nodes, pods=2, overlap="on", total_steps=4000))
+    sim, slots = made.nodes["a"], made.nodes["a"].node.slots
+    sim.node = replace(sim.node, slots=slots[:1])  # its client was started again, with fewer
+    made.send(NodesChanged())
+    size = 2 if nodes == 2 else 1
+    until(made, lambda: places(made) == [("a", (0,)), ("b", (0,))][:size] and trains_now(made))
+    assert sum(record.redone_steps for record in made.job.records) == 0
+    gone = "slot 1 of a is not there any more: its client has registered without it"
+    assert any(gone in reason for reason in made.reasons)
+    assert (made.job.target, made.job.budget.failures) == (2, 0)
+    sim.node = replace(sim.node, slots=slots)
+    made.send(NodesChanged())
+    until(made, lambda: len(places(made)) == 2 and trains_now(made))
+
+
+def test_no_recovery_begins_on_a_slot_that_is_not_there_any_more():
+    made = trains(world(nodes=2, pods=2, overlap="off", total_steps=4000))
+    sim = made.nodes["a"]
+    _, pod, launcher = made.launchers()[0]
+    made.kill_trainer(pod, launcher)
+    sim.node = replace(sim.node, slots=sim.node.slots[1:])
+    until(made, lambda: places(made) == [("a", (1,)), ("b", (0,))] and trains_now(made))

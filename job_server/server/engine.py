@@ -76,6 +76,7 @@ class JobEntry:
     views: Mapping[str, PodView] = field(default_factory=dict)  # by pod id: what to order it
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     seen: ClusterMemo = field(default_factory=ClusterMemo)
+    pods: int = 0
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
     short_of: int = 0  # pods of a training for which there was no place
@@ -123,6 +124,9 @@ class Engine:
         self.lock = threading.RLock()
         self.registry = NodeRegistry(heartbeat_s)
         self.jobs: dict[str, JobEntry] = {}
+        # Those of them that have something to do. The others, which have ended, stay for people to
+        # look at, and may be thousands: nothing that happens often is to pass through them.
+        self.live: dict[str, JobEntry] = {}
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
@@ -165,7 +169,7 @@ class Engine:
             except wire.WireError as error:  # what is wrong is reported again
                 logger.error("a quarantine in the database cannot be read: %s", error)
                 continue
-            # Where the clock was set back since, it would never end, and later faults were old news.
+            # Where the clock was set back since, it would never end, nor a later fault be news.
             lead_s = max(known.since, known.ended_at or 0.0) - self.now()
             self.registry.enter_quarantine(
                 node_id, known.slot, moved_back(known, lead_s) if lead_s > 0 else known
@@ -252,7 +256,7 @@ class Engine:
         """Step the jobs that are due; return the seconds until the next one is."""
         now = self.now()
         self._warn_of_late_hearing()
-        for entry in list(self.jobs.values()):
+        for entry in list(self.live.values()):
             if entry.due_at <= now:
                 self._set_due(entry)  # before the step, which may find nothing to change
                 if entry.state.ended and entry.forget:
@@ -268,7 +272,7 @@ class Engine:
                 self.remove_node(node_id)
             except StoreTrouble as error:  # the next round tries again
                 logger.error("node %s: not forgotten: %s", node_id, error)
-        due = [entry.due_at for entry in self.jobs.values()]
+        due = [entry.due_at for entry in self.live.values()]
         due.append(self._ask_launchers(now))
         due.append(self._share_at if shares else math.inf)
         # Something that is due again at once must not keep the lock.
@@ -474,19 +478,21 @@ class Engine:
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self.plan_of(node_id))
-        self._count_pods()
+        if entry.state.ended and not entry.job.pods:
+            self.live.pop(entry.spec.job_id, None)
+        self._pods += len(entry.job.pods) - entry.pods
+        entry.pods = len(entry.job.pods)
         slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
         key = share_key(entry.job)
         if key != entry.share_key:
             entry.share_key, self.share_wanted = key, True
-        short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
+        short_of = 0
+        if not entry.state.ended:
+            short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
             self._held += 1
             self.slots_moved = True
-
-    def _count_pods(self) -> None:
-        self._pods = sum(len(entry.job.pods) for entry in self.jobs.values())
 
     def converge(self) -> None:
         """Step the jobs that may get slots, until no slot moves between jobs any more."""
@@ -496,14 +502,14 @@ class Engine:
             moved = self.slots_moved
             self.slots_moved = self.share_wanted = False
             self._share()
-            for entry in list(self.jobs.values()) if moved else ():
+            for entry in list(self.live.values()) if moved else ():
                 if not entry.state.ended and not waits_its_turn(entry.job):
                     self._step_or_log(entry, NodesChanged())
         if self.slots_moved:
             logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
 
     def _shares(self) -> bool:
-        return any(takes_part(entry.job) for entry in self.jobs.values())
+        return any(takes_part(entry.job) for entry in self.live.values())
 
     def _share(self) -> None:
         """Decide what shared jobs have, and tell those to which that is news.
@@ -532,7 +538,7 @@ class Engine:
         """Return the nodes as this job's placement sees them."""
 
         def others() -> tuple[list[Held], list[Held]]:
-            entries = [other for other in self.jobs.values() if other is not entry]
+            entries = [other for other in self.live.values() if other is not entry]
             aside = self._aside.values()
             return (
                 [*(other.slots for other in entries), *map(job_types.slots_held, aside)],
@@ -543,7 +549,7 @@ class Engine:
 
     def reservations(self) -> Reservations:
         """Return the slots that are reserved for trainings before teachers get any."""
-        jobs = [(entry, entry.job) for entry in self.jobs.values()]
+        jobs = [(entry, entry.job) for entry in self.live.values()]
         teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
         if not teachers:
             return NO_RESERVATIONS
@@ -574,7 +580,7 @@ class Engine:
             due_at=now,
             written_at=now,
         )
-        self.jobs[status.job_id] = entry
+        self.jobs[status.job_id] = self.live[status.job_id] = entry
         return entry
 
     def begin(self, entry: JobEntry) -> None:
@@ -591,13 +597,15 @@ class Engine:
         except StoreTrouble as error:
             logger.error("job %s: not forgotten yet: %s", entry.spec.job_id, error)
             entry.due_at = self.now() + RETRY_S
+            self.live[entry.spec.job_id] = entry
 
     def drop(self, entry: JobEntry) -> None:
         """Forget a job; later requests for it get a 404."""
         job_id = entry.spec.job_id
         self.store.delete_job(job_id)
         del self.jobs[job_id]
-        self._count_pods()
+        self.live.pop(job_id, None)
+        self._pods -= entry.pods
         self._held += 1
         gone = NotFound(f"job_id: job {job_id!r} was deleted")
         for topic in entry.topics():
@@ -630,7 +638,7 @@ class Engine:
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
         known.node, known.seen_at, known.newest_ms = node, self.now(), 0
         self.registry.put(known)
-        for entry in list(self.jobs.values()):
+        for entry in list(self.live.values()):
             self.derive(entry)
         self.slots_moved = True
         self.converge()
@@ -641,7 +649,7 @@ class Engine:
         self.store.delete_node(node_id)
         known = self.registry.remove(node_id)
         known.plan.end(NotFound(f"node_id: {node_id!r} has left; register it"))
-        for entry in self.jobs.values():
+        for entry in self.live.values():
             entry.node_pods.pop(node_id, None)
         self.slots_moved = True
 
@@ -747,7 +755,7 @@ class Engine:
 
     def is_left(self, node_id: str) -> bool:
         """Return whether a job is leaving a node by a planned change."""
-        return any(job_types.leaves(entry.job, node_id) for entry in self.jobs.values())
+        return any(job_types.leaves(entry.job, node_id) for entry in self.live.values())
 
     def sharing(self) -> wire.Sharing:
         """Return how jobs share the cluster."""
@@ -797,7 +805,7 @@ class Engine:
         return int(self.now() * 1000)
 
     def plan_of(self, node_id: str) -> Plan:
-        plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
+        plans = [entry.node_pods.get(node_id, ()) for entry in self.live.values()]
         plans += [job_types.node_pods(job).get(node_id, ()) for job in self._aside.values()]
         return tuple(pod for pods in plans for pod in pods)
 

@@ -294,7 +294,7 @@ class JobService:
 
     def _serving(self, service: str) -> JobEntry | None:
         """Return the running job of teachers that serves it; None: there is none."""
-        for entry in self.engine.jobs.values():
+        for entry in self.engine.live.values():
             if entry.spec.service == service and not entry.state.ended:
                 return entry
         return None
@@ -413,7 +413,7 @@ class JobService:
                 engine.slots_moved = True
             engine.judge_slots(node_id)
             trouble: Exception | None = None
-            for entry in list(engine.jobs.values()):
+            for entry in list(engine.live.values()):
                 pods = tuple(pod for pod in report.pods if _is_of(entry, pod))
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     try:

@@ -7,13 +7,18 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from job_server.api import wire
+from job_server.api.errors import StoreTrouble
+from job_server.jobs.events import StopAsked
 from job_server.server.service import JobService
 from job_server.server.store import Store
+from job_server.sharing import job_types
+from job_server.sharing.job_types import AnyJob
 from job_server.training import rules
 from job_server.training.job import Announced, Job
 from job_server.training.work import Work
@@ -207,6 +212,57 @@ def test_a_clock_that_is_late_says_so_and_the_server_is_unwell_until_it_catches_
             engine.wake_timer()
         wait_until(lambda: client.get("/api/v1/health").status_code == 200)
         assert "what was due comes later" in caplog.text
+
+
+# --- thousands of jobs that have ended -----------------------------------------------------------
+
+
+def test_jobs_that_have_ended_cost_nothing_when_nodes_and_pods_report(tmp_path, monkeypatch):
+    path = tmp_path / "server.db"
+    looked_at: list[str] = []
+    node_pods = job_types.node_pods
+
+    def noted(job: AnyJob) -> Mapping[str, tuple[wire.NodePod, ...]]:
+        looked_at.append(job.spec.job_id)
+        return node_pods(job)
+
+    monkeypatch.setattr(job_types, "node_pods", noted)
+    with open_service(path) as service:
+        for number in range(20):
+            service.submit(wire.JobSpec(job_id=f"old-{number}"))
+            service.ask(f"old-{number}", StopAsked())
+    for _ in range(2):  # as they end, and when they are loaded
+        with open_service(path) as service:
+            service.submit(SPEC)
+            looked_at.clear()
+            for number in range(3):
+                ports = {"port_low": 21000 + 100 * number, "port_high": 21099 + 100 * number}
+                node_id = f"node-{number}"
+                service.register(cpu_node(node_id, **ports))
+                service.report_node(node_id, wire.NodeReport(node_id=node_id))
+            service.engine.tick()
+            assert set(looked_at) == {"digits"}
+            assert set(service.engine.live) == {"digits"}
+            assert len(service.job_ids()) == 21
+
+
+def test_an_old_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):
+    with open_service() as service:
+        service.submit(SPEC)
+        service.ask("digits", StopAsked())
+        delete_job = service.engine.store.delete_job
+
+        def broken(job_id: str) -> None:
+            raise StoreTrouble("disk I/O error", 2.0)
+
+        monkeypatch.setattr(service.engine.store, "delete_job", broken)
+        service.delete("digits")
+        assert service.job_ids() == ["digits"]
+        monkeypatch.setattr(service.engine.store, "delete_job", delete_job)
+        with service.engine.lock:
+            service.engine.jobs["digits"].due_at = 0.0
+            service.engine.tick()
+        assert service.job_ids() == []
 
 
 def test_a_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):

@@ -128,7 +128,6 @@ def test_no_standby_is_prepared_on_a_slot_that_is_to_be_left():
     until(made, lambda: made.job.preparing is not None and made.job.preparing.stands_by)
 
 
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_job_leaves_a_slot_that_its_node_has_registered_without(nodes: int):
     made = trains(world(nodes=nodes, pods=2, overlap="on", total_steps=4000))

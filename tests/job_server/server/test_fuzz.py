@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.routes import ROUTES
+from job_server.api.task_wire import TaskQueueSpec
 from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -38,16 +39,57 @@ GOOD: dict[str, Any] = {
     "kill": {"pod_id": "pod_0_0"},
     "attach": plain(wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)),
     "report": plain(
-        wire.PodReport(kind=wire.ReportKind.READY, stage=1, step_s=0.5, metrics={"loss": 0.25})
+        wire.PodReport(
+            kind=wire.ReportKind.PROGRESS,
+            stage=1,
+            step_s=0.5,
+            metrics={"loss": 0.25},
+            metric_epochs={"loss": 2},
+            paces=(
+                wire.RankPace(
+                    rank=0,
+                    steps=30,
+                    samples=240,
+                    window_s=2.0,
+                    computing_s=1.0,
+                    reading_s=0.5,
+                    exchanging_s=0.5,
+                    saving_s=0.0,
+                ),
+            ),
+        )
     ),
     "register": plain(cpu_node("node-b", addr="10.0.0.9")),
     "report_node": plain(
         wire.NodeReport(
             node_id="node-a",
             pods=(wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING),),
-            slots=(wire.SlotUsage(index=0, stranger="somebody"),),
+            slots=(
+                wire.SlotUsage(
+                    index=0,
+                    stranger="somebody",
+                    faults=(wire.SlotFault(name="xid_31", text="its own error", age_s=3.0),),
+                    idle_s=0.0,
+                ),
+            ),
+            load=wire.NodeLoad(
+                memory_used_mb=10, memory_total_mb=1000, disk_free_mb=900, disk_total_mb=1000
+            ),
+            sent_ms=5,
         )
     ),
+    "limit_node": {"slots": 0, "drain": True, "also": ["node-a"]},
+    "order_slot": {"slot": 0, "take_back": True, "why": "it is slow"},
+    "make_queue": {"name": "words", "tasks": ["part-0", "part-1"], "lease_s": 10.0},
+    "lease_task": {"worker": "reader", "place": "here", "pass_number": 0},
+    "report_task": {
+        "worker": "reader",
+        "pass_number": 0,
+        "number": 0,
+        "lease": 1,
+        "records": 5,
+        "done": True,
+    },
     "job_runtime_static": {"job_id": "digits", "estimated_run_time": 5},
     "demand": {
         "service": "soft",
@@ -110,6 +152,10 @@ headers = st.dictionaries(
 )
 
 
+def keys(part: dict[str, Any] | list[Any]) -> list[Any]:
+    return sorted(part) if isinstance(part, dict) else list(range(len(part)))
+
+
 @st.composite
 def bodies(draw: st.DrawFn, name: str) -> bytes:
     """A message of this operation with something replaced, or junk."""
@@ -118,11 +164,11 @@ def bodies(draw: st.DrawFn, name: str) -> bytes:
         return draw(st.binary(max_size=60))
     message = copy.deepcopy(GOOD.get(name, {}))
     if kind == "mutated" and isinstance(message, dict) and message:
-        where = message
-        key = draw(st.sampled_from(sorted(where)))
-        while isinstance(where[key], dict) and where[key] and draw(st.booleans()):
+        where: Any = message
+        key = draw(st.sampled_from(keys(where)))
+        while isinstance(where[key], dict | list) and where[key] and draw(st.booleans()):
             where = where[key]
-            key = draw(st.sampled_from(sorted(where)))
+            key = draw(st.sampled_from(keys(where)))
         where[key] = draw(junk)
     elif kind == "junk":
         message = draw(junk)
@@ -136,7 +182,8 @@ def bodies(draw: st.DrawFn, name: str) -> bytes:
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     operation = draw(st.sampled_from(ROUTES))
     path = operation.path
-    good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a", "{name}": "soft"}
+    name = "words" if "task_queues" in path else "soft"
+    good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a", "{name}": name}
     for place, value in good.items():
         path = path.replace(place, value if draw(st.integers(0, 2)) else draw(ids))
     if draw(st.integers(0, 9)) == 0:
@@ -207,6 +254,12 @@ def prepare(service: JobService) -> None:
     if "digits" not in engine.jobs:
         service.submit(wire.JobSpec(job_id="digits", max_pods=2))
         service.register(cpu_node())
+    if "node-a" not in engine.registry.nodes:
+        service.register(cpu_node())
+    if engine.registry.limits:
+        service.limit_node("node-a", wire.NodeLimit(slots=None))
+    if not service.tasks.list_queues().queues:
+        service.tasks.make_queue(TaskQueueSpec(**GOOD["make_queue"]))
     if "teachers" not in engine.jobs:
         kind = wire.JobKind.TEACHER
         service.submit(wire.JobSpec(job_id="teachers", kind=kind, service="soft", max_pods=2))
@@ -291,6 +344,6 @@ def test_a_good_request_of_every_kind_is_not_refused_by_accident(service):
     for name, body in GOOD.items():
         operation = next(op for op in ROUTES if op.name == name)
         path = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
-        path = path.replace("{name}", "soft")
+        path = path.replace("{name}", "words" if "task_queues" in path else "soft")
         answer = client.post(path.replace("{node_id}", "node-a"), json=body)
         assert answer.status_code in (200, 201, 409, 410), (name, answer.text)

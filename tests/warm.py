@@ -8,6 +8,7 @@ the framework and what that imports. In a new interpreter the import takes two s
 
 import atexit
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -187,11 +188,17 @@ def _become(framework: str, order: dict[str, Any], out: int, err: int) -> None:
 
 def _main() -> None:
     framework = sys.argv[1]
+    gc.disable()  # which would look through all that is imported, again and again
     importlib.import_module(framework)  # this is what takes long
     if framework == "torch":  # imports as much again with a process's first optimizer
         importlib.import_module("torch._dynamo")
     elif importlib.util.find_spec("sklearn") is not None:  # has the digits; takes as long as Paddle
         importlib.import_module("sklearn.model_selection")
+    gc.enable()
+    # Else each fork's collections, and that at its end, go through what the imports have made: half
+    # a second to one of processor time, as every page of it is copied.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _serve(framework, socket.socket(fileno=int(sys.argv[2])))
     signal.signal(signal.SIGINT, signal.default_int_handler)

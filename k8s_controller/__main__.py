@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lease_name", default="edl-controller", help="of controllers of which one acts")
     add("--lease_namespace", help="default: POD_NAMESPACE, else `default`")
     add("--liveness_port", type=int, default=8081, help="of /healthz, /readyz, /metrics; 0: any")
-    add("--probe_address", default="0.0.0.0", help="where --liveness_port listens")
+    add("--probe_address", default="", help="where --liveness_port listens; none: everywhere")
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
     add("--log_format", choices=("text", "json"), default="text", help="json: one object per line")
     return parser

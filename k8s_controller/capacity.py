@@ -36,9 +36,12 @@ def quantity(text: object) -> float:
     digits = str(text).rstrip("numkKMGTPEi")
     unit = str(text)[len(digits) :]
     try:
-        return float(digits) * (_UNITS[unit] if unit else 1)
+        number = float(digits) * (_UNITS[unit] if unit else 1)
     except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is no quantity") from None
+        number = -1.0
+    if not 0 <= number < math.inf:  # "infinity" is a number of Python's alone
+        raise ValueError(f"{text!r} is no quantity")
+    return number
 
 
 def requests_of(pod: Object) -> Resources:
@@ -57,7 +60,8 @@ def requests_of(pod: Object) -> Resources:
                 first = max(first, total)
             else:
                 first = max(first, _asked(each, kind))
-        found.append(max(total, first) + quantity((pod.get("overhead") or {}).get(kind, 0)))
+        whole = _asked(pod, kind, max(total, first))  # what is asked for the pod goes before
+        found.append(whole + quantity((pod.get("overhead") or {}).get(kind, 0)))
     cpu, memory, gpus = found
     return Resources(
         slots=math.ceil(gpus),
@@ -66,11 +70,11 @@ def requests_of(pod: Object) -> Resources:
     )
 
 
-def _asked(container: Object, kind: str) -> float:
-    resources = container.get("resources") or {}
-    return quantity(
-        (resources.get("requests") or {}).get(kind, (resources.get("limits") or {}).get(kind, 0))
-    )
+def _asked(asks: Object, kind: str, default: float = 0.0) -> float:
+    """Return what a container, or a pod for all of its containers, asks for."""
+    resources = asks.get("resources") or {}
+    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    return quantity(requests.get(kind, limits.get(kind, default)))
 
 
 def capacity_of(node: Object) -> Resources:

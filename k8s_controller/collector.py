@@ -17,9 +17,9 @@ from urllib3.exceptions import HTTPError
 from job_server.api.command_line import OptionParser
 from job_server.api.wire import WireError, check_range
 from job_server.cli.collector import ClusterLoad, load_json, load_line
-from k8s_controller.capacity import quantity
+from k8s_controller.capacity import capacity_of, requests_of
 from k8s_controller.kube_api import KubeApi, KubeError, load_config
-from k8s_controller.spec import GPU, KIND, Object, SpecError, parse
+from k8s_controller.spec import KIND, Object, SpecError, parse
 
 
 def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Object]) -> ClusterLoad:
@@ -29,14 +29,14 @@ def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Obje
     """
     live = [job for job in jobs if not _has_ended(job)]
     running = tuple((_name(job, live), _trainers(job)) for job in live)
-    held = [each for pod in pods if _is_running(pod) for each in pod["spec"]["containers"]]
-    have = [node.get("status", {}).get("allocatable", {}) for node in nodes]
+    held = [requests_of(pod["spec"]) for pod in pods if _is_running(pod)]
+    have = [capacity_of(node) for node in nodes]
     return ClusterLoad(
         submitted=len(live),
         pending=sum(count == 0 for _, count in running),
         running=running,
-        cpu=_part(held, have, "cpu"),
-        gpu=_part(held, have, GPU),
+        cpu=_part(sum(each.cpu_milli for each in held), sum(each.cpu_milli for each in have)),
+        gpu=_part(sum(each.slots for each in held), sum(each.slots for each in have)),
     )
 
 
@@ -66,14 +66,8 @@ def _is_running(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") == "Running"
 
 
-def _part(containers: Iterable[Object], have: Iterable[Object], name: str) -> float | None:
-    total = sum(quantity(each.get(name, 0)) for each in have)
-    asked = 0.0
-    for container in containers:
-        resources = container.get("resources") or {}
-        wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        asked += quantity(wanted.get(name, 0))
-    return asked / total if total else None
+def _part(held: int, of: int) -> float | None:
+    return held / of if of else None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -287,9 +287,9 @@ class Controller:
                     self._kube.create_for(job["metadata"]["uid"], each)
                 known.prepared = True
             case steps.MakeServer():
-                self._kube.create(objects.server_pod(job, spec))
+                self._kube.create_new(objects.server_pod(job, spec))
             case steps.MakeTrainer(index):
-                self._kube.create(objects.trainer_pod(job, spec, index))
+                self._kube.create_new(objects.trainer_pod(job, spec, index))
             case steps.RemovePod(pod, uid):
                 self._kube.delete("Pod", namespace, pod, uid)
             case steps.RemoveTrainingJob():

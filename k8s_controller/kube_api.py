@@ -31,6 +31,9 @@ _KINDS = {  # kind -> where its objects are
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
     KIND: f"/apis/{GROUP}/{VERSION}/namespaces/{{}}/{PLURAL}",
 }
+PIECE = 500  # objects of a list that come at once
+_GONE = 410  # a list's pieces are of a version that was forgotten meanwhile
+_LIVE = [("fieldSelector", "status.phase!=Succeeded,status.phase!=Failed")]  # pods of done jobs
 _LISTS = {
     "Pod": "/api/v1/pods",
     "Node": "/api/v1/nodes",
@@ -50,6 +53,9 @@ def load_config(kubeconfig: str | None) -> None:
     kubernetes.config.load_kube_config(kubeconfig)
 
 
+NAME_TAKEN = "NameTaken"  # the reason of an error of ours: an object of somebody else has the name
+
+
 class KubeError(Exception):
     """Kubernetes has refused, or could not; the text says why."""
 
@@ -59,8 +65,8 @@ class KubeError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the same would be refused again: by a schema, a policy, a quota."""
-        return self.status in (400, 403, 422)
+        """Whether the same would be refused again: by a schema, a policy, a quota, a taken name."""
+        return self.status in (400, 403, 422) or self.reason == NAME_TAKEN
 
 
 class NotLeadingError(ValueError):
@@ -103,10 +109,30 @@ class KubeApi:
         return found
 
     def list_all(self, kind: str, namespace: str | None = None) -> Sequence[Object]:
-        """Return all objects of a kind; those of one namespace, if one is named."""
+        """Return all objects of a kind; those of one namespace, if one is named.
+
+        Pods that have ended are left out.
+        """
         path = _LISTS[kind] if namespace is None else _KINDS[kind].format(quote(namespace))
-        found: Sequence[Object] = self._call("GET", path)["items"]
-        return found
+        usual = [("limit", str(PIECE)), *(_LIVE if kind == "Pod" else ())]
+        found: list[Object] = []
+        more = ""
+        while True:
+            try:
+                piece = self.list_piece(path, [*usual, *([("continue", more)] if more else ())])
+            except KubeError as error:
+                if error.status != _GONE or not more:
+                    raise
+                found, more = [], ""  # all of it anew
+                continue
+            found += piece["items"]
+            more = piece["metadata"].get("continue") or ""
+            if not more:
+                return found
+
+    def list_piece(self, path: str, query: Sequence[tuple[str, str]]) -> Object:
+        piece: Object = self._call("GET", path, query=query)
+        return piece
 
     def create(self, manifest: Object) -> bool:
         """Make an object; False: there is one of its name."""
@@ -123,15 +149,28 @@ class KubeApi:
         """Make an object of a TrainingJob, unless it has it.
 
         Raises:
-            KubeError: another TrainingJob, of before, has one of that name.
+            KubeError: another TrainingJob, of before, has one of that name; or somebody else.
         """
         if self.create(manifest):
             return
         kind, meta = manifest["kind"], manifest["metadata"]
         found = self.get(kind, meta["namespace"], meta["name"])
-        if found is None or not belongs_to(found, uid):
-            words = f"{kind} {meta['name']} is that of another TrainingJob, until that is gone"
-            raise KubeError(409, words)
+        if found is not None and belongs_to(found, uid):
+            return
+        owners = () if found is None else found["metadata"].get("ownerReferences") or ()
+        if found is not None and not any(each.get("kind") == KIND for each in owners):
+            raise _name_taken(manifest)
+        words = f"{kind} {meta['name']} is that of another TrainingJob, until that is gone"
+        raise KubeError(409, words)
+
+    def create_new(self, manifest: Object) -> None:
+        """Make an object that was not there just now.
+
+        Raises:
+            KubeError: it is there all the same, so it is somebody else's.
+        """
+        if not self.create(manifest):
+            raise _name_taken(manifest)
 
     def replace(self, manifest: Object) -> bool:
         """Write an object as it was read; False: somebody else has written it meanwhile."""
@@ -237,6 +276,15 @@ class KubeApi:
                 break
             time.sleep(wait_s)
         raise error
+
+
+def _name_taken(manifest: Object) -> KubeError:
+    thing = f"{manifest['kind']} {manifest['metadata']['name']}"
+    words = (
+        f"{thing} is not this TrainingJob's and has the name of one that it needs; delete that, "
+        "or give the TrainingJob another name"
+    )
+    return KubeError(409, words, NAME_TAKEN)
 
 
 def _refusal(data: bytes) -> tuple[str, str]:

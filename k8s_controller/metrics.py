@@ -1,5 +1,6 @@
 """What the controller says of itself: /healthz, /readyz and /metrics."""
 
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,6 +78,21 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+class _Server(ThreadingHTTPServer):
+    """Listens at an address of either family; "": at all of both, where there are both."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        host, port = address
+        if ":" in host or (not host and socket.has_dualstack_ipv6()):
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
 def serve(metrics: Metrics, host: str, port: int) -> ThreadingHTTPServer:
     """Answer probes and Prometheus, in a thread of its own."""
 
@@ -96,6 +112,6 @@ def serve(metrics: Metrics, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, *_args: object) -> None:
             """Probes are no news."""
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    server = _Server((host, port), Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

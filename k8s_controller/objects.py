@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k8s_controller.observed import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, UID_CHARS
-from k8s_controller.spec import API_VERSION, KIND, TRAINER, Object, TrainingJobSpec
+from k8s_controller.spec import API_VERSION, KIND, MAX_PODS, TRAINER, Object, TrainingJobSpec
 
 Manifest = dict[str, Any]
 
@@ -132,6 +132,8 @@ def server_pod(owner: Object, spec: TrainingJobSpec) -> Manifest:
                     "--bind=$(POD_IP)",
                     f"--server_port={PORT}",
                     "--db=edl.sqlite",
+                    # Pods that replace others are there beside them: up to twice as many.
+                    f"--heartbeat_s={1 if 2 * spec.max_replicas <= MAX_PODS else 2}",
                 ],
                 "env": [_field("POD_IP", "status.podIP"), _token(job), _home()],
                 "ports": [{"name": "http", "containerPort": PORT}],

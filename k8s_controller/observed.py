@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from job_server.api.wire import JobStatus, Sharing, Way
+from k8s_controller.spec import TRAINER
 
 Object = Mapping[str, Any]
 
@@ -167,11 +168,12 @@ def pod_view(pod: Object) -> ListedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     index = str(meta.get("labels", {}).get(INDEX_LABEL, ""))
     trouble, message = _trouble(status)
+    phase = str(status.get("phase", "Pending"))
     return ListedPod(
         name=str(meta["name"]),
         uid=str(meta["uid"]),
         index=int(index) if index.isdecimal() else -1,
-        phase=str(status.get("phase", "Pending")),
+        phase=_end_of_trainer(status) or phase,
         leaving="deletionTimestamp" in meta,
         ready=_is(status, "Ready"),
         address=str(status.get("podIP", "")),
@@ -195,6 +197,18 @@ def _placed_at(status: Object) -> float:
         if each.get("type") == "PodScheduled" and each.get("status") == "True":
             return seconds(each.get("lastTransitionTime")) or 0.0
     return 0.0
+
+
+def _end_of_trainer(status: Object) -> str:
+    """Return the phase that a pod has for us once its trainer container has ended; "": it has not.
+
+    It is not started again; other containers of the pod may run on.
+    """
+    for each in status.get("containerStatuses") or ():
+        ended = (each.get("state") or {}).get("terminated")
+        if each.get("name") == TRAINER and ended is not None:
+            return "Failed" if ended.get("exitCode") else "Succeeded"
+    return ""
 
 
 def _trouble(status: Object) -> tuple[str, str]:

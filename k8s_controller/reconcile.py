@@ -57,7 +57,6 @@ class MakeTrainer:
 class RemovePod:
     name: str
     uid: str  # another pod of that name stays
-    at_once: bool = False  # without a grace: nothing runs in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 TRAINER = "trainer"  # the container that trains
 GPU = "nvidia.com/gpu"
 MAX_NAME = 50  # `-server` and an index follow it in names of 63 characters
-MAX_PODS = 4096
+MAX_PODS = 500  # each is a node of the job's server, which hears no more often enough
 _OURS = ("restartPolicy", "hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
 _OUR_ENV = ("EDL_", "PADDLE_JOB", "PADDLE_POD", "POD_NAME", "POD_IP", "POD_UID")
 

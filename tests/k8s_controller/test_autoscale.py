@@ -339,6 +339,9 @@ def test_a_pod_asks_for_the_larger_of_what_starts_it_and_what_runs_beside_it():
         "overhead": {"cpu": "250m"},
     }
     assert requests_of(spec) == Resources(slots=2, cpu_milli=3250, memory_mb=1074)
+    of_the_pod = {"requests": {"cpu": "5"}, "limits": {"cpu": "6", "memory": "2G"}}
+    whole = requests_of({**spec, "resources": of_the_pod})
+    assert whole == Resources(slots=2, cpu_milli=5250, memory_mb=2000)
 
 
 TAINT = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}

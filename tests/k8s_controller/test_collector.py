@@ -80,7 +80,7 @@ def test_a_quantity_is_read_as_kubernetes_writes_it(text, number):
     assert quantity(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "x", "5Zi", "i"])
+@pytest.mark.parametrize("text", ["", "x", "5Zi", "i", "infinity", "nan", "1e999", "-1"])
 def test_what_is_no_quantity_is_refused(text):
     with pytest.raises(ValueError, match="is no quantity"):
         quantity(text)

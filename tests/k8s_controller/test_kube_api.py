@@ -7,6 +7,7 @@ import kubernetes.config
 import pytest
 
 from k8s_controller.kube_api import KubeApi, KubeError
+from k8s_controller.spec import API_VERSION, KIND
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.k8s_controller.jobs import define_training_jobs, training_job
 
@@ -19,9 +20,15 @@ def kube(api_server: ApiServer, tmp_path: Path) -> KubeApi:
 
 
 def secret(namespace: str, owner: str = "u-1") -> dict[str, Any]:
-    owners = [{"apiVersion": "v1", "kind": "Pod", "name": "o", "uid": owner, "controller": True}]
+    owners = [{"apiVersion": API_VERSION, "kind": KIND, "name": "digits", "uid": owner}]
     meta = {"name": "digits-token", "namespace": namespace, "ownerReferences": owners}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta}
+
+
+def training_pod(namespace: str) -> dict[str, Any]:
+    containers = [{"name": "trainer", "image": "edl"}]
+    meta = {"name": "digits-0", "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": containers}}
 
 
 def test_what_a_job_has_is_made_once_and_that_of_an_earlier_job_is_not_taken_for_it(
@@ -31,6 +38,20 @@ def test_what_a_job_has_is_made_once_and_that_of_an_earlier_job_is_not_taken_for
     kube.create_for("u-1", secret(namespace))
     with pytest.raises(KubeError, match="Secret digits-token is that of another TrainingJob"):
         kube.create_for("u-2", secret(namespace, "u-2"))
+
+
+def test_a_name_that_somebody_elses_object_has_is_refused_and_is_not_made(kube, namespace):
+    other = secret(namespace)
+    del other["metadata"]["ownerReferences"]
+    kube.create(other)
+    with pytest.raises(KubeError, match="Secret digits-token is not this TrainingJob's") as told:
+        kube.create_for("u-1", secret(namespace))
+    assert told.value.is_refusal
+    pod = training_pod(namespace)
+    kube.create_new(pod)
+    with pytest.raises(KubeError, match="Pod digits-0 is not this TrainingJob's") as told:
+        kube.create_new(pod)
+    assert told.value.is_refusal
 
 
 @pytest.mark.parametrize(("times", "is_made"), [(3, True), (4, False)])
@@ -58,3 +79,35 @@ def test_a_status_is_not_written_to_another_job_of_the_same_name(api_server, kub
     with pytest.raises(KubeError, match="UID"):
         kube.write_status(old, {"phase": "Failed"})
     assert "status" not in store.get(kind, namespace, "digits")
+
+
+def test_a_long_list_comes_in_pieces_and_again_from_its_start_where_it_was_forgotten(
+    api_server, kube, namespace, monkeypatch
+):
+    monkeypatch.setattr("k8s_controller.kube_api.PIECE", 2)
+    store, kind = api_server.store, api_server.store.kind("Pod")
+    for number in range(6):
+        pod = training_pod(namespace)
+        pod["metadata"]["name"] = f"digits-{number}"
+        store.create(kind, namespace, pod)
+    done = {"status": {"phase": "Succeeded"}}
+    store.patch(kind, namespace, "digits-3", done, subresource="status")
+
+    def names() -> list[str]:
+        found = kube.list_all("Pod")
+        return [p["metadata"]["name"] for p in found if p["metadata"]["namespace"] == namespace]
+
+    expected = [f"digits-{number}" for number in (0, 1, 2, 4, 5)]
+    assert names() == expected
+    list_piece, pieces = kube.list_piece, []
+
+    def forgetful(path: str, query: Any) -> Any:
+        pieces.append(dict(query).get("continue"))
+        if len(pieces) == 2:
+            api_server.fail_next(410, verb="list", resource="pods")
+        return list_piece(path, query)
+
+    monkeypatch.setattr(kube, "list_piece", forgetful)
+    assert names() == expected
+    assert pieces[0] is pieces[2] is None
+    assert pieces[1] is not None

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from kubernetes_validate import validate
 
+from job_server.server.nodes import NODES_PER_S
 from k8s_controller import objects
-from k8s_controller.spec import parse
+from k8s_controller.spec import MAX_PODS, parse
 from tests.k8s_controller.jobs import training_job
 from tests.k8s_controller.test_manifests import VERSIONS, restricted_by
 
@@ -95,3 +96,14 @@ def test_everything_goes_with_the_job():
     for each in all_objects(server={"storage": {"size": "1Gi"}}):
         (reference,) = each["metadata"]["ownerReferences"]
         assert (reference["kind"], reference["uid"]) == ("TrainingJob", "u-1")
+
+
+@pytest.mark.parametrize("most", [1, 250, MAX_PODS])
+def test_a_server_hears_all_pods_of_its_job_and_those_that_replace_them(most):
+    pod = objects.server_pod(owner := training_job(maxReplicas=most), parse(owner))
+    (every_s,) = (
+        int(each.partition("=")[2])
+        for each in pod["spec"]["containers"][0]["args"]
+        if each.startswith("--heartbeat_s=")
+    )
+    assert 2 * most <= NODES_PER_S * every_s

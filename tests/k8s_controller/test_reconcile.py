@@ -164,6 +164,26 @@ def test_a_pod_that_ended_is_made_anew_and_more_slowly_each_time():
     assert look(spec, seen, again, NOW + 7).steps == ()
 
 
+@pytest.mark.parametrize(("code", "phase"), [(137, "Failed"), (0, "Succeeded")])
+def test_a_pod_whose_trainer_has_ended_is_over_though_another_container_runs_on(code, phase):
+    ended = {"exitCode": code, "reason": "OOMKilled"}
+    listed = pod_view(
+        {
+            "metadata": {"name": "digits-0", "uid": "uid00000"},
+            "spec": {"nodeName": "n"},
+            "status": {
+                "phase": "Running",
+                "containerStatuses": [
+                    {"name": "log", "state": {"running": {}}},
+                    {"name": "trainer", "state": {"terminated": ended}},
+                ],
+            },
+        }
+    )
+    assert (listed.phase, listed.over) == (phase, True)
+    assert listed.message == ("container trainer ended with code 137: OOMKilled" if code else "")
+
+
 def test_a_job_whose_pods_always_end_has_failed_and_says_why():
     spec = parsed(replicas=1, restartLimit=2)
     seen = running(spec, [], state=JobState.WAITING)

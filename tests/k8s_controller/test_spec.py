@@ -32,6 +32,7 @@ def test_numbers_of_pods_follow_from_those_that_are_given(fields: dict[str, Any]
         ({"replicas": "2"}, "spec.replicas"),
         ({"replicas": True}, "spec.replicas"),
         ({"minReplicas": 0}, "spec.minReplicas"),
+        ({"maxReplicas": 501}, "spec.maxReplicas: must be between 1 and 500"),
         ({"overlap": "maybe"}, "spec.overlap"),
         ({"standby": 1, "overlap": "off"}, "standby"),
         ({"cleanPodPolicy": "Some"}, "spec.cleanPodPolicy"),

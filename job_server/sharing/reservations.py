@@ -9,12 +9,21 @@ slot.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from job_server.cluster.placement import Cluster, NodeView, place, serving_nodes, usable_slots
+from job_server.cluster.placement import (
+    Cluster,
+    NodeView,
+    Site,
+    find_node,
+    place,
+    serving_nodes,
+    usable_slots,
+)
 from job_server.jobs.work import Goal
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
 from job_server.training.allocation import slots_of_leavers, slots_of_stayers
 from job_server.training.job import Job
 from job_server.training.rules import start_deadline
+from job_server.training.share import split
 
 Slots = dict[str, frozenset[int]]  # by node
 
@@ -68,16 +77,8 @@ def reserve(
         if not count:
             continue
         freed = _as_if(cluster, free=leaving, taken=reserved)
-        held, own_leaving = slots_of_stayers(job), slots_of_leavers(job)
-        sites = place(job.spec, freed, now, count=count, held=held, leaving=own_leaving)
-        at_once = place(
-            job.spec,
-            _as_if(cluster, free={}, taken=reserved),
-            now,
-            count=count,
-            held=held,
-            leaving=own_leaving,
-        )
+        sites = _places(job, freed, now, count)
+        at_once = _places(job, _as_if(cluster, free={}, taken=reserved), now, count)
         for site in sites:
             _add(reserved, site.node_id, site.slots)
         found = len(sites)
@@ -93,6 +94,21 @@ def reserve(
         preempted={job_id: frozenset(pods) for job_id, pods in spare.given.items() if pods},
         promised=promised,
     )
+
+
+def _places(job: Job, cluster: Cluster, now: float, count: int) -> tuple[Site, ...]:
+    """Return where up to so many pods that the job is short of would go."""
+    held, leaving = slots_of_stayers(job), slots_of_leavers(job)
+    if not job.spec.share or job.share.allotment is None:
+        return place(job.spec, cluster, now, count=count, held=held, leaving=leaving)
+    pods = tuple(pod for pod in job.pods if pod.usable)
+    sites: list[Site] = []
+    for node_id, missing in split(pods, job.share.allotment.nodes)[1].items():
+        view = find_node(cluster, node_id)
+        if view is not None:
+            alone = replace(cluster, nodes=(view,))
+            sites += place(job.spec, alone, now, count=missing, held=held, leaving=leaving)
+    return tuple(sites[:count])
 
 
 def hide_reserved(cluster: Cluster, reserved: Mapping[str, frozenset[int]]) -> Cluster:

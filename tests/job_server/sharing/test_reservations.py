@@ -10,12 +10,14 @@ import pytest
 from job_server.api import wire
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState, Resize
-from job_server.jobs.events import PauseAsked, ResizeAsked, ResumeAsked
+from job_server.cluster.placement import Cluster, NodeView
+from job_server.jobs.events import Allotted, PauseAsked, ResizeAsked, ResumeAsked
 from job_server.server.engine import Engine
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.reservations import reserve, shortage
 from job_server.training.job import Job
+from job_server.training.machine import new_job, step
 from tests.job_server.serving import cpu_node
 
 FOLDERS = ("train", "teach")
@@ -289,6 +291,19 @@ def test_nothing_is_claimed_where_nothing_is_short(site):
     cluster = site.engine.cluster(entry)
     assert shortage(entry.job, site.now, cluster) == 0
     assert reserve([(entry.job, cluster)], [], site.now).reserved == {}
+
+
+def test_a_shared_job_has_slots_reserved_on_the_nodes_that_it_is_allotted():
+    spec = JobSpec(job_id="training", folder="train", share=True, max_pods=4)
+    views = tuple(
+        NodeView(node=cpu_node(name, addr=name, job_id=None, folders=FOLDERS), seen_at=1000.0)
+        for name in ("a", "b")
+    )
+    cluster = Cluster(nodes=views)
+    job, _ = step(new_job(spec, 1000.0), Allotted({"b": 1}, "there is room"), 1000.0, Cluster())
+    assert reserve([(job, cluster)], [], 1000.0).reserved == {"b": {0}}
+    job, _ = step(job, Allotted({"a": 1, "b": 2}, "there is room"), 1000.0, Cluster())
+    assert reserve([(job, cluster)], [], 1000.0).reserved == {"a": {0}, "b": {0, 1}}
 
 
 @pytest.mark.parametrize("seed", range(12))

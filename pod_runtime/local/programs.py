@@ -12,7 +12,9 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.log_tail import read_tail
 from pod_runtime.processes import die_with_parent
 
-MAX_RESTARTS = 5  # in one run
+MAX_RESTARTS = 5  # in a row
+PAUSE_S = 0.5  # before the second of these; longer before each other one
+HEALTHY_S = 60.0  # a program that has lived for so long has not died in a row
 _SHOWN_LINES = 10
 
 
@@ -29,7 +31,8 @@ class LocalProgram:
         """
         self.name, self.log = name, log
         self._argv, self._env, self._cwd = tuple(argv), dict(env), cwd
-        self._restarts = 0
+        self._starts = 0
+        self._restarts = 0  # in a row
         self._process = self._start()
 
     def look_after(self) -> str:
@@ -38,24 +41,34 @@ class LocalProgram:
         Raises:
             LaunchError: it has died too often, or its command line was refused.
         """
-        code = self._process.poll()
+        code, lived_s = self._process.poll(), time.monotonic() - self._started_at
+        if lived_s > HEALTHY_S:
+            self._restarts = 0
         if code is None:
             return ""
-        if code == 2 or self._restarts >= MAX_RESTARTS:
+        # Later it is no command line that is refused: its disk is full, say, as it starts again.
+        is_refused = code == 2 and self._starts == 1
+        if is_refused or self._restarts >= MAX_RESTARTS:
             raise LaunchError(
                 f"the {self.name} has ended with {code}:\n{self.last_lines()}",
-                2 if code == 2 else 1,
+                2 if is_refused else 1,
             )
         self._restarts += 1
-        # Pauses of 0, 0.2, 0.4, ... s: the cause may pass.
-        time.sleep(0.2 * (self._restarts - 1))
-        self._process = self._start()
+        time.sleep(PAUSE_S * (self._restarts - 1))  # the cause may pass
+        try:
+            self._process = self._start()
+        except LaunchError as error:  # no process or memory is to be had, say
+            return f"the {self.name} has died ({code}); {error}; trying again"
         return f"the {self.name} has died ({code}) and was started again"
 
     def stop(self, timeout_s: float) -> bool:
         """Send SIGTERM and wait; return whether it has ended."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+        return self.has_ended(timeout_s)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -70,6 +83,8 @@ class LocalProgram:
         return "\n".join(f"  {line}" for line in read_tail(self.log)[-_SHOWN_LINES:])
 
     def _start(self) -> subprocess.Popen[bytes]:
+        self._starts += 1
+        self._started_at = time.monotonic()
         try:
             with self.log.open("ab") as log:
                 return subprocess.Popen(

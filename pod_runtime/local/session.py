@@ -79,6 +79,9 @@ class LocalSession:
                 status = self._watch()
                 self._keep_page()
                 self._end_programs()
+            except LaunchError:
+                self._end_with_state()
+                raise
             finally:
                 self._kill_rest()
         self._output.show_new(last=True)
@@ -217,6 +220,17 @@ class LocalSession:
             self._client.stop(self._config.spec.grace_s + _CLIENT_STOP_EXTRA_S)
         if self._server is not None:
             self._server.stop(_SERVER_STOP_S)
+
+    def _end_with_state(self) -> None:
+        """Have the client write the newest state, as the job cannot go on, and wait for that."""
+        client, before = self._client, self._interrupts
+        if client is None or client.stop(0.0):
+            return
+        show("the job client ends the pods, and writes their newest state; Ctrl-C ends it at once")
+        while not client.has_ended(_LOOK_EVERY_S):
+            if self._interrupts > before:
+                return
+        show(f"what it did:\n{client.last_lines()}")
 
     def _keep_page(self) -> None:
         """Leave the status page in the run folder, as it is at the end."""

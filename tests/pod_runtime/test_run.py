@@ -221,6 +221,24 @@ def test_a_killed_server_or_client_comes_back_and_the_training_ends_well(run, pr
     assert not job.left()
 
 
+def test_a_server_that_cannot_be_started_again_ends_the_pods_in_order(run, tmp_path):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    server, latest = job.child("job_server"), (tmp_path / "edl_run" / "latest").resolve()
+    job.process.send_signal(signal.SIGSTOP)
+    os.kill(server, signal.SIGKILL)
+    for path in latest.glob("server.db*"):
+        path.write_text("no database any more")
+    job.process.send_signal(signal.SIGCONT)
+    assert job.process.wait(180) == 1
+    assert "writes their newest state" in job.console()
+    assert "the job server has ended with 2" in job.console()
+    said = (latest / "client" / "job_client.log").read_text()
+    assert "pod pod_0_0: stop, grace 2 s" in said
+    assert said.endswith("job_client.agent: ended\n")
+    assert not job.left()
+
+
 def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
     job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
     wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")

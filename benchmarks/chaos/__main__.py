@@ -271,7 +271,10 @@ def run_chaos(options: argparse.Namespace) -> list[str]:
         keep = options.keep if chaos.found else keep
         cluster.remove(keep)
         cluster.folder.parent.rmdir()
-    print(f"seed {options.seed}: {chaos.actions} actions, log {options.log}")
+    print(
+        f"seed {options.seed}: {chaos.actions} actions, {chaos.faults.killed} processes killed, "
+        f"log {options.log}"
+    )
     if chaos.found:
         print(f"logs: {keep}")
     return chaos.found

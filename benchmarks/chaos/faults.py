@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -62,6 +62,7 @@ class Faults:
     ) -> None:
         self.cluster = cluster
         self.clock_s = 0.0  # how far the clock is ahead
+        self.killed = 0  # processes, by SIGKILL
         self.violations: list[str] = []
         self.submissions: dict[str, Submission] = {}  # by job
         self.spoiled: set[str] = set()  # jobs of which a checkpoint was corrupted or deleted
@@ -169,6 +170,7 @@ class Faults:
             case "recovering":
                 for trainer in cluster.trainers()[:1]:
                     cluster.kill(trainer)
+                    self.killed += 1
             case "pausing":
                 self._pause(action)
             case "starting":
@@ -195,6 +197,7 @@ class Faults:
         with contextlib.suppress(psutil.NoSuchProcess):
             if verb == "kill":
                 process.kill()
+                self.killed += 1
             elif verb == "terminate":
                 process.terminate()
             else:
@@ -250,13 +253,18 @@ class Faults:
 
     def _kill_node(self, action: Action) -> str:
         node = self._node(action)
+        killed = self._kill_each(self._of_node(node))
+        self._back(action, "client")
+        return f"kill node {node}: {killed} processes"
+
+    def _kill_each(self, processes: Sequence[psutil.Process]) -> int:
         killed = 0
-        for process in self._of_node(node):
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 killed += 1
-        self._back(action, "client")
-        return f"kill node {node}: {killed} processes"
+        self.killed += killed
+        return killed
 
     def _of_node(self, node: int) -> list[psutil.Process]:
         """Every process below a node's client, and that client."""
@@ -266,14 +274,12 @@ class Faults:
 
     def _kill_all(self, action: Action) -> str:
         cluster = self.cluster
-        for process in cluster.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        killed = self._kill_each(cluster.processes())
         for program in (cluster.server, *cluster.clients.values()):
             if program is not None:
                 program.wait(60)
         self._back(action, "server")
-        return "kill all"
+        return f"kill all: {killed} processes"
 
     def _end_server(self, action: Action) -> str:
         assert self.cluster.server is not None
@@ -458,6 +464,7 @@ class Faults:
         self.cluster.clock.write_text(str(self.clock_s))
         assert self.cluster.server is not None
         self.cluster.server.kill()
+        self.killed += 1
         self._back(action, "server")
         return f"set clock by {action.clock_s:g} s, kill server"
 

@@ -90,11 +90,13 @@ def is_fixed(job: Job, now: float) -> bool:
     """Whether a job keeps what it has for now.
 
     Nobody can reach it; it is about to end; it could not be stopped just now; or its trainers are
-    not known to be elastic, so a change would start them afresh.
+    not known to be elastic, so a change would start them afresh. A pause that was called off has
+    left a job without an allotment: it needs one, or it would not start again after a crash.
     """
     stage = job.active
     runs = stage is not None and stage.committed and stage.over is None
-    return job.cut_off or finishes(job) or is_refused(job, now) or (runs and not job.elastic)
+    stays = job.share.allotment is not None and is_refused(job, now)
+    return job.cut_off or finishes(job) or stays or (runs and not job.elastic)
 
 
 def rooms_of(

@@ -15,7 +15,7 @@ import pytest
 from job_server.api import wire
 from job_server.api.errors import BadRequest, Conflict, NotFound
 from job_server.api.wire import JobState, JobStatus, Resize
-from job_server.jobs.events import PauseAsked, ResizeAsked, ResumeAsked, StopAsked
+from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.sharing import decide
 from tests.job_server.stories import Story, Submission
 
@@ -326,6 +326,24 @@ def test_a_job_that_could_not_be_stopped_queues_again_at_once_after_a_pause(clus
     cluster.run(20)
     assert cluster.sizes()["low"] == 5
     no_step_is_lost(cluster, "low")
+
+
+def test_a_job_that_could_be_neither_stopped_nor_paused_recovers_at_once(cluster):
+    cluster.add("low", 5, 5)
+    cluster.job("low").full = {"a", "b", "c", "path"}
+    cluster.run(20)
+    cluster.add("high", 2, 2, priority=1, steps=10)
+    cluster.run(20)
+    assert "cannot be stopped" in cluster.status("low").allotment.reason
+    cluster.service.ask("high", StopAsked())
+    cluster.service.ask("low", PauseAsked())
+    cluster.run(60)
+    assert "the job goes on" in " ".join(cluster.events("low"))
+    before = cluster.status("low").stage
+    cluster.service.ask("low", KillAsked(wire.Kill(rank=0)))
+    cluster.run(20)
+    assert cluster.sizes()["low"] == 5
+    assert cluster.status("low").stage > before
 
 
 def test_a_job_does_not_start_elsewhere_once_the_node_that_has_its_state_is_back(cluster):

@@ -61,8 +61,15 @@ def begin(
     counts: bool = False,
     standby: bool = False,
 ) -> None:
-    """Begin to prepare a stage of these pods, in rank order."""
-    number = work.job.next_stage
+    """Begin to prepare a stage of these pods, in rank order.
+
+    By join only where a pod stays, which hands the state on; else all pods are new, on slots of
+    their own, so that there is room for both sets.
+    """
+    number, active = work.job.next_stage, work.job.active
+    trains = () if active is None else active.pod_ids
+    if way is Way.JOIN and not any(pod.pod_id in trains for pod in pods):
+        way = Way.REPLACE
     stage = JobStage(
         stage=number,
         way=way,

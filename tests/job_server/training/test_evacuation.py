@@ -73,6 +73,16 @@ def test_who_could_go_on_is_ended_where_the_planned_change_did_not_come_about():
     assert made.job.kills == 1
 
 
+def test_a_job_none_of_whose_pods_stays_is_not_changed_by_join():
+    made = trains(world(nodes=1, slots=2, pods=1, max_pods=2, overlap="join", total_steps=4000))
+    made.rounds(4)
+    quarantine(made, 0, fatal=False)
+    until(made, lambda: slots_in_use(made) == [1] and trains_now(made))
+    made.rounds(4)
+    last = made.job.records[-1]
+    assert (last.way, last.redone_steps) == (Way.REPLACE, 0)
+
+
 def test_where_another_slot_is_free_the_job_keeps_its_number_of_pods():
     made = trains(world(nodes=1, slots=3, total_steps=4000, pods=2))
     quarantine(made, 0, fatal=False)

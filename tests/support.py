@@ -73,6 +73,37 @@ def standing_still(processes: Sequence[psutil.Process]) -> Iterator[None]:
             process.resume()
 
 
+@contextlib.contextmanager
+def freezer() -> Iterator[Path]:
+    """A control group whose processes wait in the kernel: SIGKILL does not end them.
+
+    As where a file server, a disk or a device never answers. Skips where there is none.
+    """
+    folder = Path(f"/sys/fs/cgroup/freezer/edl-test-{os.getpid()}-{next(_counter)}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no freezer of cgroup v1 here: {error}")
+    (folder / "freezer.state").write_text("FROZEN")
+
+    def is_removed() -> bool:
+        (folder / "freezer.state").write_text("THAWED")
+        with contextlib.suppress(OSError):  # its processes are about to end
+            folder.rmdir()
+        return not folder.exists()
+
+    try:
+        yield folder
+    finally:
+        wait_until(is_removed, what="the control group's end")
+
+
+def freeze(folder: Path, process: psutil.Process) -> None:
+    """Put a process into that group, and wait until it is frozen."""
+    (folder / "cgroup.procs").write_text(str(process.pid))
+    wait_until(lambda: process.status() == psutil.STATUS_DISK_SLEEP, what="it is frozen")
+
+
 def free_port() -> int:
     """Return a TCP port that nobody listens on, and that no other test is given soon."""
     for number in itertools.islice(_counter, 500):

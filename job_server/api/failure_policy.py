@@ -19,7 +19,8 @@ from job_server.api.errors import ConfigError
 
 MAX_RULES = 200
 LINE_CHARS = 500  # of what a pattern is looked for in
-OOM_KILL, HANG, PEER_LOST = "oom_kill", "hang", "peer_lost"  # events that are no NVML events
+# Events that are no NVML events.
+OOM_KILL, HANG, PEER_LOST, UNKILLABLE = "oom_kill", "hang", "peer_lost", "unkillable"
 
 DO_NOT_RESTART_EXIT = 78  # EX_CONFIG of sysexits.h
 
@@ -66,7 +67,7 @@ class FailureRule(Message, frozen=True, kw_only=True):
     at: tuple[str, ...] = ()  # FILE:LINE that raised it, may hold `*`
     text: tuple[str, ...] = ()  # in what the exception says; without one, as `log`
     log: tuple[str, ...] = ()  # in a line of the last that the process wrote
-    event: tuple[str, ...] = ()  # oom_kill, hang, peer_lost, NVML's such as xid_79; may hold `*`
+    event: tuple[str, ...] = ()  # oom_kill, hang, ..., NVML's such as xid_79; may hold `*`
 
     def __post_init__(self) -> None:
         for field in _MATCHED:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from job_server.api.failure_policy import OOM_KILL
+from job_server.api.failure_policy import OOM_KILL, UNKILLABLE
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     EXIT_REPORT_S,
@@ -48,7 +48,7 @@ from pod_runtime.launcher.reports import attach_status, pace_between
 from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
 from pod_runtime.launcher.spares import Spare
-from pod_runtime.launcher.trainer_pool import LaunchConfig, Name, TrainerPool
+from pod_runtime.launcher.trainer_pool import UNKILLABLE_S, LaunchConfig, Name, TrainerPool
 from pod_runtime.launcher.trainers import TrainerProcess, find_taken_port
 from pod_runtime.processes import delayed_s, read, set_child_subreaper
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
@@ -144,6 +144,9 @@ class Launcher:
         deadline = decisions.next_deadline(self._pod)
         if any(each.page is not None for each in self._connections.values()):
             deadline = self._look_at if deadline is None else min(deadline, self._look_at)
+        give_up_at = self._pool.give_up_at()
+        if give_up_at is not None:
+            deadline = give_up_at if deadline is None else min(deadline, give_up_at)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = [key for key, _ in self._selector.select(timeout)]
         for key in sorted(ready, key=self._urgency):
@@ -155,6 +158,7 @@ class Launcher:
                 self._on_spare(key.data)
             else:
                 key.data()
+        self._give_up_unkillable()
         if time.monotonic() >= self._look_at:
             self._look_at_trainers()
 
@@ -278,11 +282,7 @@ class Launcher:
         for connection in [each.data for each in keys if isinstance(each.data, TrainerConnection)]:
             if connection.peer_pid == trainer.pid or connection is self._connections.get(name):
                 self._on_message(connection)
-        if name in self._connections:
-            self._forget(self._connections[name])
-        self._selector.unregister(trainer)
-        self._silences.pop(trainer.pid, None)
-        self._paced.pop(trainer.pid, None)
+        self._forget_trainer(trainer)
         code = self._pool.reap(trainer)
         evidence, reason = self._evidence(trainer, killed=code == -signal.SIGKILL)
         if code not in (0, -signal.SIGKILL):
@@ -293,6 +293,30 @@ class Launcher:
         )  # fmt: skip
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason, evidence)
         self._reaped.append(trainer)  # its death is reported first: the other pods wait for that
+
+    def _forget_trainer(self, trainer: TrainerProcess) -> None:
+        name = trainer.key, trainer.rank
+        if name in self._connections:
+            self._forget(self._connections[name])
+        self._selector.unregister(trainer)
+        self._silences.pop(trainer.pid, None)
+        self._paced.pop(trainer.pid, None)
+
+    def _give_up_unkillable(self) -> None:
+        """Count trainers as dead that SIGKILL has not ended: their stage must come to its end."""
+        give_up_at, now = self._pool.give_up_at(), time.monotonic()
+        if give_up_at is None or now < give_up_at:
+            return
+        for trainer in self._pool:
+            if trainer.killed_at is None or now < trainer.killed_at + UNKILLABLE_S:
+                continue
+            evidence = state.Evidence(events=(UNKILLABLE,), last_lines=trainer.last_lines())
+            self._forget_trainer(trainer)
+            reason = self._pool.give_up(trainer)
+            logger.error("stage %d: rank %d: %s", trainer.stage, trainer.rank, reason)
+            self._pod = state.died(
+                self._pod, trainer.key, trainer.rank, -signal.SIGKILL, reason, evidence
+            )
 
     def _evidence(
         self, trainer: TrainerProcess | None, *, killed: bool

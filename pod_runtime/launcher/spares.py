@@ -152,10 +152,11 @@ class Spare:
         self._socket.sendall(json.dumps({**order, **more}).encode() + b"\n")
 
     def end(self) -> None:
-        """Kill and reap it."""
+        """Kill and reap it; one that does not end, as it waits in the kernel, is left."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ANSWER_S)
         self._socket.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from job_server.api.failure_policy import UNKILLABLE
 from job_server.api.wire import (
     Order,
     PlanPod,
@@ -339,8 +340,10 @@ def died(
     reason = reason if error is None else str(error)
     hung_s = 0.0
     if trainer is not None and trainer.hang is not None and trainer.hang.killed:
-        reason, hung_s = f"it hung: {trainer.hang}", trainer.hang.silent_s
-        if evidence is not None:
+        gave_up = evidence is not None and UNKILLABLE in evidence.events
+        text = f"it hung: {trainer.hang}"
+        reason, hung_s = f"{text}; {reason}" if gave_up else text, trainer.hang.silent_s
+        if evidence is not None and not gave_up:
             evidence = replace(evidence, events=())  # its launcher has killed it
     if code == 0 and run.waits:
         reason = "it ended without having trained: did the script leave before its first step?"

@@ -1,6 +1,7 @@
 """A launcher's trainers: start them, find them by pid, reap them and clean up after them."""
 
 import contextlib
+import logging
 import re
 import signal
 import time
@@ -18,12 +19,15 @@ from pod_runtime.launcher.trainers import TrainerProcess, is_script, with_defaul
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 
+logger = logging.getLogger(__name__)
+
 Name = tuple[Key, int]  # ((stage, attempt), rank)
 
 
 KEEP_LOGS = 200  # stages whose trainers' logs stay
 _LOG = re.compile(r"trainer_\d+\.stage_(\d+)\.log(\.1)?")
 _DAY_S = 86400.0
+UNKILLABLE_S = 15.0  # who has not ended so long after SIGKILL waits in the kernel
 _LOOP = "pod_runtime.trainer.elastic"
 _USUAL_ADAPTER = "pod_runtime.trainer.frameworks.paddle.framework"  # until a trainer has said which
 
@@ -53,6 +57,7 @@ class TrainerPool:
         self._console = Console() if config.console else None
         self.spares = Spares((), config.log_dir, config.command)
         self.preload_adapter(_USUAL_ADAPTER)
+        self._given_up: list[TrainerProcess] = []  # they may end some day
         self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
         self._tidied = 0  # stage at whose start old logs were dropped
 
@@ -143,6 +148,29 @@ class TrainerPool:
             self._console.ended(trainer.log_path)
         return code
 
+    def give_up_at(self) -> float | None:
+        """Return when the next trainer is given up if it has not ended; None: none was killed."""
+        return min(
+            (each.killed_at + UNKILLABLE_S for each in self if each.killed_at is not None),
+            default=None,
+        )
+
+    def give_up(self, trainer: TrainerProcess) -> str:
+        """Take a trainer out that SIGKILL does not end; return why that may be, in words.
+
+        It runs no more of its program, whenever it ends.
+        """
+        process = read(trainer.pid)
+        del self._trainers[trainer.key, trainer.rank]
+        self._given_up.append(trainer)
+        if self._console is not None:
+            self._console.ended(trainer.log_path)
+        state = "" if process is None else f" (state {process.state})"
+        return (
+            f"process {trainer.pid}{state} has not ended for {UNKILLABLE_S:.0f} s after SIGKILL: "
+            f"it waits in the kernel, for a file server, a disk or a device"
+        )
+
     def clean_up_after(self, trainer: TrainerProcess) -> None:
         """Kill and remove what a reaped trainer left."""
         living = {each.pid for each in self} | {each.process.pid for each in self.spares}
@@ -153,7 +181,12 @@ class TrainerPool:
 
     def sweep(self) -> None:
         """Reap orphans that this process has adopted; remove what they and dead trainers left."""
-        ours = {each.pid for each in self} | {each.process.pid for each in self.spares}
+        for trainer in [each for each in self._given_up if each.ends_by(0.0)]:
+            self._given_up.remove(trainer)
+            trainer.reap()
+            self._dead_pids.add(trainer.pid)
+        ours = {each.pid for each in (*self, *self._given_up)}
+        ours |= {each.process.pid for each in self.spares}
         self._dead_pids |= reap_adopted(ours)
         if self._dead_pids:
             remove_shared_memory(self._dead_pids)
@@ -164,9 +197,13 @@ class TrainerPool:
         self.spares.end_all()
         for trainer in self:
             trainer.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + UNKILLABLE_S
         for trainer in self:
-            self.reap(trainer)
-            self.clean_up_after(trainer)
+            if trainer.ends_by(deadline):
+                self.reap(trainer)
+                self.clean_up_after(trainer)
+            else:
+                logger.error("rank %d: %s", trainer.rank, self.give_up(trainer))
 
     def finish_console(self, timeout_s: float) -> None:
         """Show the last lines; wait no longer than `timeout_s` for a slow reader."""

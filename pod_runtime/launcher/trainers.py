@@ -3,10 +3,12 @@
 import functools
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -77,6 +79,7 @@ class TrainerProcess:
         else:
             self.marks = {"EDL_STAGE": str(stage), "PADDLE_TRAINER_ID": str(rank)}
         self._pidfd = os.pidfd_open(self.pid)
+        self.killed_at: float | None = None  # monotonic, by SIGKILL; None: it was not
         self.children: set[int] = set()  # pids of its children that were seen
 
     @property
@@ -88,7 +91,15 @@ class TrainerProcess:
         return self._pidfd
 
     def send_signal(self, signum: signal.Signals) -> None:
+        if signum is signal.SIGKILL and self.killed_at is None:
+            self.killed_at = time.monotonic()
         self._process.send_signal(signum)
+
+    def ends_by(self, deadline: float) -> bool:
+        """Wait until it has ended, or the deadline (monotonic); return whether it has."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(1000 * max(0.0, deadline - time.monotonic())))
 
     def note_children(self) -> None:
         """Remember its children: what they leave behind can be cleaned up only by pid."""

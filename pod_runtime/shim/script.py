@@ -12,6 +12,7 @@ from pod_runtime.log_tail import last_lines
 from pod_runtime.shim_wire import PodExit
 
 KILL_AGAIN_S = 0.1  # the next round kills processes that were forked during this one
+UNKILLABLE_S = 30.0  # who has not ended so long after SIGKILL waits in the kernel
 # Python and this program ignore or handle these; the script gets the defaults of any program.
 _NOT_FOR_THE_SCRIPT = (
     signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
@@ -32,7 +33,9 @@ class PodScript:
         self._terminated = False  # SIGTERM has been sent
         self.killed = False  # SIGKILL has been sent
         self.kill_asked = False
-        self.gone = False  # no process of the pod is left
+        self.gone = False  # no process of the pod is left, or none that could be ended
+        self._left: list[processes.Process] = []  # that SIGKILL does not end
+        self._kills_since: float | None = None  # monotonic; None: no SIGKILL was sent
         self._log = log
         self._oom_kills = oom_kills()
         self._start(command)
@@ -93,7 +96,17 @@ class PodScript:
         if left > 0:
             return left if self._terminated else min(left, KILL_AGAIN_S)
         self.killed = self._signal(signal.SIGKILL) or self.killed
+        now = time.monotonic()
+        self._kills_since = now if self._kills_since is None else self._kills_since
+        if now >= self._kills_since + UNKILLABLE_S:
+            self._give_up()
         return KILL_AGAIN_S
+
+    def _give_up(self) -> None:
+        """Leave what SIGKILL does not end: it runs no more of its program, whenever it ends."""
+        with contextlib.suppress(OSError):  # no descriptor, no memory: at the next tick
+            self._left = processes.descendants(os.getpid())
+            self.gone = True
 
     def _signal(self, number: int) -> bool | None:
         """Signal the pod's process groups, not single processes: a fork cannot slip through.
@@ -139,7 +152,9 @@ class PodScript:
 
     def exit(self) -> PodExit:
         """Return how the script ended. Call it only once it is gone."""
-        status = 0 if self.wait_status is None else self.wait_status
+        status = self.wait_status
+        if status is None:
+            status = signal.SIGKILL if self._left else 0
         code = os.waitstatus_to_exitcode(status)
         if self.error:
             reason = self.error
@@ -153,6 +168,12 @@ class PodScript:
             reason = f"{self.why}: {reason}"
         if self.killed and not self.kill_asked:
             reason += "; what was left after the grace was killed"
+        if self._left:
+            shown = ", ".join(f"{each.pid} (state {each.state})" for each in self._left[:5])
+            reason += (
+                f"; {len(self._left)} processes have not ended for {UNKILLABLE_S:.0f} s after "
+                f"SIGKILL: {shown}; they wait in the kernel, for a file server, a disk or a device"
+            )
         return PodExit(
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,

@@ -2,7 +2,8 @@
 
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
                       [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
-                      [--adapter MODULE] [--eat FILE] [--script FILE] [--start_when FILE]
+                      [--doing DOING] [--adapter MODULE] [--eat FILE] [--script FILE]
+                      [--start_when FILE]
 """
 
 import argparse
@@ -30,6 +31,7 @@ parser.add_argument("--snapshot", action="store_true")
 parser.add_argument("--ignore_sigterm", action="store_true")
 parser.add_argument("--print", dest="text")
 parser.add_argument("--hold", help="no step follows the fifth while this file exists")
+parser.add_argument("--doing", default="STEPPING", help="what it says that it does meanwhile")
 parser.add_argument("--adapter", default="")
 parser.add_argument("--eat", help="once this file exists memory is taken without end")
 parser.add_argument("--script", help="its first line is taken out and executed after 50 steps")
@@ -111,8 +113,10 @@ if args.snapshot and rank == 0:
 while step < args.steps:
     activity.begin(Doing.STEPPING)
     time.sleep(0.01)
-    while step == 5 and args.hold and os.path.exists(args.hold):
-        time.sleep(0.01)
+    if step == 5 and args.hold:
+        activity.begin(Doing[args.doing])
+        while os.path.exists(args.hold):
+            time.sleep(0.01)
     while args.eat and os.path.exists(args.eat):
         eaten.append(os.urandom(1 << 20))
     step += 1

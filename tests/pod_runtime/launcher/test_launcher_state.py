@@ -835,6 +835,16 @@ def test_a_trainer_that_was_killed_since_it_hung_is_reported_so_whatever_comes_l
     assert failed.reason == "it hung: no sign of life"
 
 
+def test_a_trainer_that_hung_and_does_not_end_is_reported_with_both():
+    pod = training_pod()
+    pod.pod = state.killed_as_hung(pod.pod, (1, 0), 1, "no sign of life", 600.0)
+    evidence = state.Evidence(events=("unkillable",))
+    pod.pod = state.died(pod.pod, (1, 0), 1, -9, "process 7 has not ended", evidence)
+    (failed,) = reports(pod.settle())
+    assert (failed.hung_s, failed.events) == (600.0, ("unkillable",))
+    assert failed.reason == "it hung: no sign of life; process 7 has not ended"
+
+
 # --- how fast the trainers are --------------------------------------------------------------------
 
 

@@ -9,17 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from job_server.api.wire import PlanPod
+from job_server.api.wire import Order, PlanPod
 from pod_runtime import processes
 from pod_runtime.errors import SpawnError
 from pod_runtime.launcher.console import Console
 from pod_runtime.launcher.segments import highest_stage
-from pod_runtime.launcher.trainer_pool import drop_old_logs
+from pod_runtime.launcher.trainer_pool import LaunchConfig, TrainerPool, drop_old_logs
 from pod_runtime.launcher.trainers import (
     TrainerProcess,
     essence,
@@ -28,9 +30,10 @@ from pod_runtime.launcher.trainers import (
 )
 from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
-from tests.pod_runtime.fake_job_server import make_part
+from tests.pod_runtime.fake_job_server import make_part, make_plan
+from tests.pod_runtime.test_env import POD
 from tests.programs import run_code
-from tests.support import free_port, no_descriptor_free, wait_until
+from tests.support import free_port, freeze, freezer, no_descriptor_free, wait_until
 
 
 def start(tmp_path: Path, code: str, rank: int = 0, **env: str) -> TrainerProcess:
@@ -317,6 +320,31 @@ for process in left:
     processes.send_signal(process.pid, process.start_time, 9)
 """
     assert run_code(script) == "1 True 2\n"
+
+
+def test_a_trainer_that_sigkill_does_not_end_is_given_up(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("pod_runtime.launcher.trainer_pool.UNKILLABLE_S", 0.2)
+    config = LaunchConfig(
+        command=("sleep", "600"), log_dir=tmp_path / "log", run_dir=tmp_path, console=False
+    )
+    pool = TrainerPool(config, replace(POD, pod_dir=tmp_path), os.environ, "channel")
+    plan = make_plan(1, Order.START, (make_part("pod_1_0", ranks=(0, 1)),))
+    first, second = (pool.start(plan, rank) for rank in (0, 1))
+    with freezer() as group:
+        for trainer in (first, second):
+            freeze(group, psutil.Process(trainer.pid))
+        assert pool.give_up_at() is None
+        first.send_signal(signal.SIGKILL)
+        assert pool.give_up_at() is not None
+        assert f"process {first.pid} (state D) has not ended for" in pool.give_up(first)
+        pool.kill_all()  # it comes to its end
+        assert f"rank 1: process {second.pid} (state D) has not ended" in caplog.text
+        assert list(pool) == []
+    wait_until(lambda: pool.sweep() or all(is_gone(each.pid) for each in (first, second)))
+
+
+def is_gone(pid: int) -> bool:
+    return processes.read(pid) is None
 
 
 def test_only_files_of_our_own_dead_processes_are_removed(tmp_path):

@@ -19,7 +19,8 @@ class NodeView:
     ports_taken: frozenset[int] = frozenset()  # ports that other jobs use on its address
     strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> what else runs on it
     memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
-    faults: Mapping[int, str] = field(default_factory=dict)  # slot -> name of a fault just heard of
+    # Slot -> names of faults just heard of.
+    faults: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     shortage: str = ""  # of what it is short: it gets no new pods
     sound: frozenset[int] = field(init=False, repr=False, compare=False)  # slots to stay on
 

@@ -106,12 +106,15 @@ def effective(
     return replace(node, slots=slots)
 
 
-def recent_faults(usages: Sequence[SlotUsage], within_s: float) -> dict[int, str]:
-    """Return slot -> the name of its newest fault, where that is so young."""
+def recent_faults(usages: Sequence[SlotUsage], within_s: float) -> dict[int, tuple[str, ...]]:
+    """Return slot -> the names of its faults that are so young, the newest first.
+
+    What lasts is always the newest: a row that waits for its replacement must not hide an XID.
+    """
     return {
-        usage.index: usage.faults[0].name
+        usage.index: names
         for usage in usages
-        if usage.faults and usage.faults[0].age_s <= within_s
+        if (names := tuple(each.name for each in usage.faults if each.age_s <= within_s))
     }
 
 

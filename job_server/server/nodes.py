@@ -354,5 +354,5 @@ def _memory_used(report: wire.NodeReport | None) -> dict[int, int]:
     return {usage.index: usage.memory_used_bytes for usage in report.slots}
 
 
-def _faults(report: wire.NodeReport | None) -> dict[int, str]:
+def _faults(report: wire.NodeReport | None) -> dict[int, tuple[str, ...]]:
     return {} if report is None else recent_faults(report.slots, RECENT_S)

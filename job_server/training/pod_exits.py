@@ -224,7 +224,9 @@ def kind_of(rule: FailureRule) -> CauseKind:
 def slot_events(work: Work, node_id: str, slots: tuple[int, ...]) -> tuple[str, ...]:
     """Return the NVML events of slots that are known now."""
     view = find_node(work.cluster, node_id)
-    return () if view is None else tuple(view.faults[i] for i in slots if i in view.faults)
+    if view is None:
+        return ()
+    return tuple(name for slot in slots for name in view.faults.get(slot, ()))
 
 
 def leave_slots(

@@ -133,6 +133,7 @@ def test_what_lasts_keeps_a_slot_in_quarantine_whatever_is_asked():
     assert lasting(None) == ""
 
 
-def test_a_recent_fault_is_known_by_slot():
-    assert recent_faults([usage(("xid_31", 3.0), ("xid_79", 4.0))], 60.0) == {5: "xid_31"}
+def test_recent_faults_are_known_by_slot_beside_what_lasts():
+    faults = usage(("rows_remap_pending", 0.0), ("xid_94", 4.0), ("xid_31", 90.0))
+    assert recent_faults([faults], 60.0) == {5: ("rows_remap_pending", "xid_94")}
     assert recent_faults([usage(("xid_31", 90.0))], 60.0) == {}

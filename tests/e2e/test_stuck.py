@@ -5,6 +5,7 @@ test_two_nodes.py. The trainers are toys but for 4; all else is as users have it
 """
 
 import contextlib
+import functools
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ def of_job(found: list[psutil.Process], name: str) -> psutil.Process:
     """Return the one of these processes that belongs to the job."""
     (process,) = [each for each in found if each.environ().get("PADDLE_JOB_ID") == name]
     return process
+
+
+def has_no_warnings(folders: Folders, name: str) -> bool:
+    return folders.of(name).warnings == ()
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def test_1_2_3_trainers_that_hang_are_said_and_killed_and_their_jobs_go_on(
         status = folders.of(name)
         assert status.account.hung_s > 1
         assert status.stage == (1 if name == "says" else 2)
-        wait_until(lambda name=name: folders.of(name).warnings == (), what="it is over")
+        wait_until(functools.partial(has_no_warnings, folders, name), what="its hang is over")
 
 
 # The short form: a launcher's own, in tests/pod_runtime/launcher/test_trainers.py.

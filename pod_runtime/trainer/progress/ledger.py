@@ -94,6 +94,7 @@ class Ledger:
         self._drawn: int | None = None  # the open row's
         self._file: LedgerFile | None = None
         self._prefix: str | None = None  # JSON of all but the open row; None: to be made
+        self._closed_json: list[str] | None = None  # of each stage that is over; None: to be made
         self._joins_epochs = True
 
     def begin(
@@ -187,7 +188,9 @@ class Ledger:
         return f"{self._prefix}{separator}{json.dumps(encode(self._open_row(self._open)))}]}}]"
 
     def _make_prefix(self) -> str:
-        parts = [json.dumps(encode(entry)) for entry in self._closed]
+        if self._closed_json is None:  # once: a long training may have had thousands of stages
+            self._closed_json = [json.dumps(encode(entry)) for entry in self._closed]
+        parts = list(self._closed_json)
         if self._entry is not None:
             head = json.dumps(_entry_json(self._entry))[:-1]
             rows = ", ".join(json.dumps(encode(row)) for row in self._rows)

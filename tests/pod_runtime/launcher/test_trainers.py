@@ -340,11 +340,12 @@ def test_a_trainer_that_sigkill_does_not_end_is_given_up(tmp_path, monkeypatch, 
         pool.kill_all()  # it comes to its end
         assert f"rank 1: process {second.pid} (state D) has not ended" in caplog.text
         assert list(pool) == []
-    wait_until(lambda: pool.sweep() or all(is_gone(each.pid) for each in (first, second)))
 
+    def are_reaped() -> bool:
+        pool.sweep()
+        return all(processes.read(each.pid) is None for each in (first, second))
 
-def is_gone(pid: int) -> bool:
-    return processes.read(pid) is None
+    wait_until(are_reaped)
 
 
 def test_only_files_of_our_own_dead_processes_are_removed(tmp_path):

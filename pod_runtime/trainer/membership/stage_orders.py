@@ -97,7 +97,7 @@ class StageOrders:
             StateError: as `known`.
             UsageError, PeerLost: as `agreed`.
         """
-        if self._drawn is None or status.finished or status.epoch >= status.run.epochs:
+        if self._drawn is None or status.is_finished:
             return None
         if is_fresh:
             self._drawn.check_repeats(status.run.epochs)

@@ -27,7 +27,6 @@ class LoopStatus:
     scaling: Scaling
     ledger: tuple[StageEntry, ...] = ()  # the lineage
     orders: tuple[OrderRecord, ...] = ()  # of a sampler's epochs so far
-    finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
     stops: bool = False  # the script ends it after the epoch at the cursor
     run_id: str = ""  # kept through all continuations; "": of an older version
@@ -47,6 +46,11 @@ class LoopStatus:
     @property
     def world_size(self) -> int:
         return self.scaling.world_size
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing is left to train, by the number of epochs in `run`."""
+        return self.stopped or self.epoch >= self.run.epochs
 
     @property
     def order(self) -> OrderRecord | None:

@@ -210,7 +210,6 @@ class TrainingProgress:
             scaling=self.scaling,
             ledger=(),
             orders=(),
-            finished=self.is_finished,
             stopped=self._stopped,
             stops=self.stops,
             best=self.best,

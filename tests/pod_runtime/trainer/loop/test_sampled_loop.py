@@ -136,6 +136,16 @@ def test_a_training_that_was_left_amid_an_epoch_goes_on_with_the_same_samples(tm
     assert verify([str(tmp_path)]) == 0
 
 
+@pytest.mark.parametrize("data", [growing, chosen])
+def test_a_finished_training_goes_on_with_the_samplers_order_when_more_epochs_are_asked_for(
+    tmp_path, data
+):
+    expected = train(make(data()))
+    first = train(make(data(), checkpoint=tmp_path, epochs=1))
+    assert first + train(make(data(), checkpoint=tmp_path)) == expected
+    assert verify([str(tmp_path)]) == 0
+
+
 def test_a_sampler_that_was_edited_amid_an_epoch_is_refused_and_another_one_always(tmp_path):
     train(make(chosen(), checkpoint=tmp_path, save_steps=1), stop_at=6)
     finish_writing()

@@ -70,7 +70,7 @@ def begun(
     """Enter stage `stage` from the state `before`, and leave it in the end."""
     progress = TrainingProgress(
         before, before.scaling, stage=stage, steps_per_epoch=None,
-        order=None if before.finished else drawn_by(sampler, before.epoch),
+        order=None if before.is_finished else drawn_by(sampler, before.epoch),
     )  # fmt: skip
     came_from = (before.stage, before.step) if before.stage else None
     progress.begin_stage(came_from, None if run_dir is None else LedgerFile(run_dir))

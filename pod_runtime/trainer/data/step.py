@@ -9,7 +9,7 @@ from typing import Any
 from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework
-from pod_runtime.trainer.frameworks.plain_values import as_list
+from pod_runtime.trainer.frameworks.plain_values import as_list, differ
 
 WEIGHTS = ("mean", "sum")
 
@@ -324,7 +324,7 @@ class Step(ABC):
 
     def _check_unchanged(self) -> None:
         now = self._framework.state.fingerprints(of_model=True)
-        changed = [name for name, each in self._before.items() if now[name] != each]
+        changed = [name for name, each in self._before.items() if differ(now[name], each)]
         if changed:
             raise UsageError(
                 f"{changed[0]}: set inside of `for batch in step:`, through which a trainer goes "

@@ -5,8 +5,8 @@ rather than write into it. The state and the merging of shards know the tensors 
 so what stands in their place is copied into them, and they are put back.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn
 
 from pod_runtime.trainer.errors import UsageError
 
@@ -54,6 +54,15 @@ class OwnBuffers:
                 )
             self._copy(now, own)
             buffers[key] = own
+
+    def refuse_resized(self, tensor: Any, shape: Sequence[int]) -> NoReturn:
+        """Refuse one that was built in this shape, and has been resized in place."""
+        name = next(name for _buffers, _key, own, name in self._places if own is tensor)
+        raise UsageError(
+            f"model: its buffer {name} was {list(shape)}, and was resized to {list(tensor.shape)}: "
+            f"it could not be carried; give the model a first batch before the optimizer and the "
+            f"Loop, or leave the buffer out of the model's state_dict"
+        )
 
 
 def check_unset(named: Iterable[tuple[str, Any]], changed: Collection[int]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -44,6 +45,16 @@ class ShardBuffers:
             mine = [each for each in self.tensors if flat_dtype(dtype_name(each)) == dtype]
             slices, size = lay_out(mine, dtype)
             self._groups.append((mine, slices, make(size, dtype), make(size, dtype), size))
+        # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be told,
+        # but what the shards have made of it can: as the change from zero.
+        self._infinite = {
+            flat_dtype(dtype_name(each))
+            for each in self.own.tensors
+            if not bool(paddle.isfinite(each.astype("float64")).all())
+        }
+        self._bases: dict[str, Any] = {}  # from which changes are counted, by type
+        self._shards = 0  # of this rank since the last update
+        self._had_shards = False  # before that, in this step
 
     def sizes(self) -> dict[str, int]:
         """Return how many elements change, by type."""
@@ -54,13 +65,29 @@ class ShardBuffers:
         self.own.take_back()
         for tensors, slices, start, _now, size in self._groups:
             start.gather(tensors, slices)
-            self._changes[start.dtype] = start.values(0, size) * 0
+            base = start.values(0, size)
+            self._bases[start.dtype] = _finite(base) if start.dtype in self._infinite else base
+            self._changes[start.dtype] = self.no_changes(start.dtype)
+        self._shards, self._had_shards = 0, False
+
+    def begin_update(self) -> None:
+        """Begin anew within a step: the next update may have shards, or none."""
+        had_shards = self._had_shards or self._shards > 0
+        self.begin_step()
+        self._had_shards = had_shards
+        for _tensors, _slices, start, _now, size in self._groups:
+            if had_shards and start.dtype in self._infinite:  # without a shard it stays as it is
+                self._changes[start.dtype] = start.values(0, size) - self._bases[start.dtype]
 
     def end_shard(self) -> None:
         self.own.take_back()
         for tensors, slices, start, now, size in self._groups:
             now.swap(tensors, slices, start)
-            self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
+            changes = now.values(0, size) - self._bases[start.dtype]
+            if self._shards:
+                changes += self._changes[start.dtype]
+            self._changes[start.dtype] = changes
+        self._shards += 1
 
     def changed_since_shard(self) -> set[int]:
         """Return the ids of the buffers that are not as `end_shard` has put them back."""
@@ -78,6 +105,10 @@ class ShardBuffers:
         """Return the sum of the changes of this rank's shards."""
         return self._changes[dtype]
 
+    def no_changes(self, dtype: str) -> Any:
+        """Return zeros in their place."""
+        return self._bases[dtype] * 0
+
     def apply_alone(self, filled_shards: int) -> None:
         """Move the buffers by what this rank's shards, which are all there are, have changed."""
         if filled_shards > 1:
@@ -88,9 +119,16 @@ class ShardBuffers:
 
     def apply(self, changes: dict[str, Any], filled_shards: int) -> None:
         """Move the buffers by `changes` / `filled_shards`."""
-        for tensors, slices, start, now, size in self._groups:
-            now.write(0, start.values(0, size) + changes[start.dtype] / filled_shards)
+        for tensors, slices, start, now, _size in self._groups:
+            now.write(0, self._bases[start.dtype] + changes[start.dtype] / filled_shards)
             now.scatter(tensors, slices)
+
+
+def _finite(values: Any) -> Any:
+    """Return numbers with zeros in place of those that are not finite."""
+    if isinstance(values, paddle.Tensor):
+        return paddle.nan_to_num(values, 0.0, 0.0, 0.0)
+    return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class StepLoss:
@@ -171,8 +209,8 @@ class GradientExchange:
                 flat.write_front(header, self._buffers.loss.mine(contribute), present)
             changes = self._buffers.sizes().get(flat.dtype, 0)
             if changes:
-                mine_changed = self._buffers.changes(flat.dtype)
-                flat.write(front, mine_changed if contribute else mine_changed * 0)
+                of = self._buffers.changes if contribute else self._buffers.no_changes
+                flat.write(front, of(flat.dtype))
             reduce(flat.tensor)
         first = self._groups[0][2]
         numbers = first.numbers(0, self._header_size + 1 + len(self.parameters))

@@ -79,7 +79,7 @@ def torch_framework(
     step: FrameworkStep = parts[0]
     if len(parts) > 1:
         step = SeveralOptimizers(
-            parts, group, lambda: group.world_size, buffers.loss, buffers.begin_step, scaler
+            parts, group, lambda: group.world_size, buffers.loss, buffers.begin_update, scaler
         )
     return Framework(
         module=__name__,

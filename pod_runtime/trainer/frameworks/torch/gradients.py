@@ -46,6 +46,7 @@ class _Buffers:
 
     tensors: list[Any]
     start: _Flat  # as every shard finds them
+    base: Any  # from which changes are counted: `start`, or, where that may be infinite, a copy
     now: _Flat  # as the newest shard has left them
     changes: Any  # sum over this rank's shards, like `now.tensor`
 
@@ -69,7 +70,13 @@ class TorchShardBuffers:
         self._groups = {}
         for dtype, mine in by_type.items():
             start, now = (_Flat(mine, dtype, mine[0].device) for _ in range(2))
-            self._groups[dtype] = _Buffers(mine, start, now, torch.zeros_like(now.tensor))
+            # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be
+            # told, but what the shards have made of it can: as the change from zero.
+            is_finite = all(bool(each.isfinite().all()) for each in mine)
+            base = start.tensor if is_finite else torch.zeros_like(start.tensor)
+            changes = torch.zeros_like(now.tensor)
+            self._groups[dtype] = _Buffers(mine, start, base, now, changes)
+        self._infinite = [g for g in self._groups.values() if g.base is not g.start.tensor]
         groups = list(self._groups.values())
         # What is copied by one call: on the host all, on a device what has one type.
         on_host = all(each.device.type == "cpu" for each in self.own.tensors)
@@ -82,15 +89,25 @@ class TorchShardBuffers:
             for part in ([groups] if on_host else [[group] for group in groups])
             if part
         ]
-        self.shards = self._counted = 0  # of this rank in this step; in `changes`
+        self.shards = self._counted = 0  # of this rank since the last update; in `changes`
+        self._had_shards = False  # before that, in this step
 
     def begin_step(self) -> None:
         self.loss.begin_step()
         self.own.take_back()
         self.shards = self._counted = 0
+        self._had_shards = False
         with torch.no_grad():
             for tensors, start, _now in self._copied:
-                torch._foreach_copy_(start, tensors)
+                self._copy_all(start, tensors)
+            for each in self._infinite:
+                torch.nan_to_num(each.start.tensor, 0.0, 0.0, 0.0, out=each.base)
+
+    def begin_update(self) -> None:
+        """Begin anew within a step: the next update may have shards, or none."""
+        had_shards = self._had_shards or self.shards > 0
+        self.begin_step()
+        self._had_shards = had_shards
 
     def end_shard(self) -> None:
         self.own.take_back()
@@ -99,7 +116,7 @@ class TorchShardBuffers:
         self.shards += 1
         with torch.no_grad():
             for tensors, start, now in self._copied:
-                torch._foreach_copy_(now, tensors)
+                self._copy_all(now, tensors)
                 torch._foreach_copy_(tensors, start)
 
     def changed_since_shard(self) -> set[int]:
@@ -112,15 +129,26 @@ class TorchShardBuffers:
             if not torch.allclose(tensor.to(view.dtype), view, 0.0, 0.0, equal_nan=True)
         }
 
+    def _copy_all(self, views: Sequence[Any], tensors: Sequence[Any]) -> None:
+        try:
+            torch._foreach_copy_(views, tensors)
+        except RuntimeError:
+            for view, tensor in zip(views, tensors, strict=True):
+                if view.shape != tensor.shape:
+                    self.own.refuse_resized(tensor, view.shape)
+            raise
+
     def _count_newest(self) -> None:
         """Add what the newest shard has changed; there may be none."""
         for each in self._groups.values():
             if not self.shards:
                 each.changes.zero_()
+                if self._had_shards and each.base is not each.start.tensor:
+                    each.changes += each.start.tensor - each.base  # it stays as it is
             elif self._counted == 0:
-                torch.sub(each.now.tensor, each.start.tensor, out=each.changes)
+                torch.sub(each.now.tensor, each.base, out=each.changes)
             elif self._counted < self.shards:
-                each.changes += each.now.tensor - each.start.tensor
+                each.changes += each.now.tensor - each.base
         self._counted = self.shards
 
     def changes(self, contribute: bool = True) -> dict[Any, Any]:
@@ -140,7 +168,7 @@ class TorchShardBuffers:
     def apply(self, moves: Mapping[Any, Any]) -> None:
         """Move the buffers by the mean over all shards of what they have changed."""
         for dtype, each in self._groups.items():
-            torch.add(each.start.tensor, moves[dtype], out=each.now.tensor)
+            torch.add(each.base, moves[dtype], out=each.now.tensor)
         self._put_now()
 
     def _put_now(self) -> None:

@@ -696,8 +696,9 @@ def test_update_returns_the_mean_loss_of_the_batch_however_it_is_cut(caplog, kin
     assert f"epoch 1, step 4: train_loss {found[-1]:.6g}, accuracy 0.25" in caplog.text
 
 
-def test_a_loss_that_is_no_number_is_said_once(caplog):
-    loop, model = make(epochs=1)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_loss_that_is_no_number_is_said_once(caplog, shards):
+    loop, model = make(epochs=1, shards=shards)
     for epoch in loop.epochs():
         for step in epoch:
             for shard in step:

@@ -199,13 +199,20 @@ def test_two_losses_in_one_pass_train_each_its_own_parameters(framework):
         expected.opt_g.step()
 
     gan = Gan(framework)
+    mask = np.array([0.5, -np.inf, np.inf])
+    gan.generator.register_buffer("mask", gan.fw.tensor(mask.copy()))
     for epoch in gan.loop().epochs():
         for step in epoch:
             for real, noise in step:
                 step.backward(gan.d_loss(real, noise), optimizer=gan.opt_d)
                 step.backward(gan.g_loss(noise), optimizer=gan.opt_g)
-            step.update()
+            if epoch.number == 0:
+                step.update()
+            else:
+                step.update(gan.opt_d)
+                step.update(gan.opt_g)
     assert_same(expected.values(), gan.values())
+    assert gan.generator.mask.tolist() == mask.tolist(), "also by the update without a pass"
 
 
 @both

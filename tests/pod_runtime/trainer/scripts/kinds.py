@@ -63,6 +63,24 @@ class Counting(Words):
         return super().forward(ids)
 
 
+class Infinite(Words):
+    """Its buffers are a mask, and a limit that its first batch makes finite."""
+
+    mask: Any
+    lowest: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", paddle.full([4], -float("inf")))
+        self.register_buffer("lowest", paddle.full([1], float("inf")))
+
+    def forward(self, ids: Any) -> Any:
+        vectors = self.words(ids)
+        if self.training:
+            self.lowest = paddle.minimum(self.lowest, vectors.detach().min())
+        return self.out(vectors + paddle.exp(self.mask))
+
+
 class Sometimes(Words):
     """A layer gets a gradient in shards that have the word 3, and another one never."""
 
@@ -113,6 +131,21 @@ class SparseLayer(Words):
         self.words = nn.Embedding(WORDS, 4, sparse=True)
 
 
+class Resizing(Words):
+    """Has a buffer that gets its size from the first batch."""
+
+    peaks: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peaks", paddle.zeros([1]))
+
+    def forward(self, ids: Any) -> Any:
+        if self.training:
+            self.peaks = self.words.weight.detach().max(0)
+        return super().forward(ids)
+
+
 class BuiltLate(Words):
     """Builds a layer in its first forward pass."""
 
@@ -148,10 +181,12 @@ def without_values() -> Any:
 
 
 TRAINED: dict[str, Callable[[], Any]] = {
-    "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "sometimes": Sometimes,
+    "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
+    "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "resizing": (Resizing, r"its buffer peaks is \[1\] .*: it could not be carried"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "wrapped": (lambda: paddle.DataParallel(Words()), r"the bare model, not paddle\.DataParallel:"),
     "wrapped within": (Wrapped, r"pass the bare model, not paddle\.DataParallel \(out\)"),

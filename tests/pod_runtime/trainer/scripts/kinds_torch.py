@@ -61,6 +61,21 @@ class Counting(Words):
         return super().forward(ids)
 
 
+class Infinite(Words):
+    """Its buffers are a mask, and a limit that its first batch makes finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((4,), -torch.inf))
+        self.register_buffer("lowest", torch.full((1,), torch.inf))
+
+    def forward(self, ids: Any) -> Any:
+        vectors = self.words(ids)
+        if self.training:
+            self.lowest = torch.minimum(self.lowest, vectors.detach().amin())
+        return self.out(vectors + torch.exp(self.mask))
+
+
 class Sometimes(Words):
     """A layer gets a gradient in shards that have the word 3, and another one never."""
 
@@ -131,6 +146,20 @@ class BuiltLate(Words):
         return self.late(self.words(ids)) + super().forward(ids)
 
 
+class Resizing(Words):
+    """Has a buffer that gets its size from the first batch, as observers of channels have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peaks", torch.zeros(0))
+
+    def forward(self, ids: Any) -> Any:
+        found = super().forward(ids)
+        if self.training:
+            self.peaks.resize_(4).copy_(self.words.weight.detach().amax(0))
+        return found
+
+
 class Lazy(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -159,10 +188,12 @@ def without_values() -> Any:
 
 
 TRAINED: dict[str, Callable[[], Any]] = {
-    "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "sometimes": Sometimes,
+    "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
+    "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number, "in_bfloat16": Half,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "resizing": (Resizing, r"its buffer peaks was \[0\], .*: it could not be carried"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "lazy": (Lazy, "out has no parameters before its first batch; give it one"),
     "wrapped": (lambda: nn.DataParallel(Words()), "pass the bare model, not DataParallel: "),

@@ -136,7 +136,8 @@ class TorchStep:
                 self._scaler.unscale_(self._optimizer)
             groups = self._optimizer.param_groups
             torch.nn.utils.clip_grad_norm_([p for each in groups for p in each["params"]], max_norm)
-        with self._learning_rate(lr_factor):
+        usual = contextlib.nullcontext()
+        with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
             if self._scaler is None:
                 self._optimizer.step()
             else:
@@ -156,13 +157,14 @@ class TorchStep:
 
     @contextlib.contextmanager
     def _learning_rate(self, factor: float) -> Iterator[None]:
-        groups = self._optimizer.param_groups
-        before = [group["lr"] for group in groups]
-        if factor != 1.0:
-            for group in groups:
-                group["lr"] = group["lr"] * factor
+        rates = [
+            (group, group["lr"], group["lr"] * factor) for group in self._optimizer.param_groups
+        ]
+        for group, _before, scaled in rates:
+            group["lr"] = scaled
         try:
             yield
         finally:
-            for group, rate in zip(groups, before, strict=True):
-                group["lr"] = rate
+            for group, before, scaled in rates:
+                # An optimizer may set its own rate when it steps.
+                group["lr"] = before if group["lr"] is scaled else group["lr"] / factor

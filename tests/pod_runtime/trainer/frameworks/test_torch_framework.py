@@ -281,6 +281,28 @@ def test_the_learning_rate_of_one_step_is_scaled_and_put_back():
     assert torch.allclose(weight_after([], lr_factor=0.5), 0.5 * weight_after([]))
 
 
+class Decaying(torch.optim.SGD):
+    """An optimizer that sets its own learning rate, of its first group, in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.param_groups[0]["lr"] *= 0.5
+        return found
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_learning_rate_that_the_optimizer_sets_in_its_step_stays(factor):
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    optimizer = Decaying([{"params": each.parameters()} for each in model], lr=0.8)
+    framework = make_framework(model, optimizer, header_size=1)
+    for _ in range(2):
+        framework.step.begin()
+        framework.step.backward(sum(each(torch.ones(1, 1)).sum() for each in model), 1.0)
+        framework.step.end_shard()
+        framework.step.apply(filled_shards=1, lr_factor=factor)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.8])
+
+
 def test_gradients_are_clipped_by_the_norm_of_the_whole_batch():
     free, clipped = weight_after([3, 6]), weight_after([3, 6], max_norm=0.01)
     assert clipped.norm() <= 0.1 * 0.01 < free.norm()

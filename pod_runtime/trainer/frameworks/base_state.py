@@ -113,6 +113,7 @@ class BaseState(ABC):
         self._layout: StateLayout | None = None  # None: to be made
         self._layout_key: object = None
         self._tensors: list[Any] = []
+        self.scalars()  # what cannot be stored is refused now, and not by the first snapshot
 
     # --- what a framework says
 

@@ -20,6 +20,7 @@ class UnownedParameters:
         named_parameters: Callable[[], Iterable[tuple[str, Any]]],
         owned: Callable[[], Collection[int]],
         *,
+        names: Callable[[], Iterable[str]],
         is_trained: Callable[[Any], bool],
         mark: Callable[[Any], Any],
         remedy: str,
@@ -28,17 +29,17 @@ class UnownedParameters:
         Args:
             named_parameters: returns those that the model has now.
             owned: returns the ids of the parameters that the optimizer has now: it may get more.
+            names: returns those of all tensors that belong to the model's state now.
             is_trained: whether a parameter is not frozen.
             mark: returns a mark of a parameter, which differs when its values differ.
             remedy: what to do about a parameter that has changed.
         """
-        self._read_names, self._owned = named_parameters, owned
+        self._read_names, self._owned = names, owned
         self._is_trained, self._mark = is_trained, mark
         self._remedy = remedy
         before = owned()
-        known = list(named_parameters())
-        self._known = {name for name, _each in known}
-        self._named = [(name, each) for name, each in known if id(each) not in before]
+        self._known = set(names())
+        self._named = [(name, each) for name, each in named_parameters() if id(each) not in before]
         self._marks: dict[str, Any] | None = None  # None: not noted
 
     @property
@@ -61,13 +62,13 @@ class UnownedParameters:
         Raises:
             UsageError: the script has changed one, or the model has a new one.
         """
-        new = [name for name, _each in self._read_names() if name not in self._known]
+        new = [name for name in self._read_names() if name not in self._known]
         if new:
             raise UsageError(
                 f"model: it has got {', '.join(new[:3])}{' ...' if len(new) > 3 else ''} since the "
-                f"Loop was made, as where a layer is built in a forward pass: no optimizer has "
-                f"that, and no state can carry it. Build all layers, or give the model a first "
-                f"batch, before you make the optimizer and the Loop"
+                f"Loop was made, as where a layer or a buffer is built in a forward pass: no "
+                f"optimizer has that, and no state can carry it. Build all of them, or give the "
+                f"model a first batch, before you make the optimizer and the Loop"
             )
         if self._marks is None or not self._named:
             return

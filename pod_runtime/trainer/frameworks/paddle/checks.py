@@ -16,7 +16,7 @@ from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
-from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model
 from pod_runtime.trainer.frameworks.unowned import (
     UnownedParameters,
     check_disjoint,
@@ -126,6 +126,7 @@ def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
     return UnownedParameters(
         model.named_parameters,
         lambda: {id(p) for each in optimizers for p in optimizer_parameters(each)},
+        names=lambda: of_model(model),
         is_trained=lambda each: not each.stop_gradient,
         mark=_checksum,
         remedy=(

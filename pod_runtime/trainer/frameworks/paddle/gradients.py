@@ -18,7 +18,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
     lay_out,
 )
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
-from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model
 from pod_runtime.trainer.frameworks.unowned import sparse_gradient
 
 _EXACT = 2**53  # up to which float64 has every whole number
@@ -265,7 +265,7 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
             raise UsageError(sparse_gradient(f"{name}.weight"))
-    merged = model.state_dict()
+    merged = of_model(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor._is_initialized():
             raise UsageError(
@@ -315,7 +315,7 @@ def running_statistics(model: Any) -> list[Any]:
 
 def own_buffers(model: Any) -> OwnBuffers:
     """Return the buffers that belong to a model's state."""
-    kept = {id(tensor) for tensor in model.state_dict().values()}
+    kept = {id(tensor) for tensor in of_model(model).values()}
     return OwnBuffers(model.named_sublayers(include_self=True), kept, _copy)
 
 

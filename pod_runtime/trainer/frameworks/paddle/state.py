@@ -17,7 +17,13 @@ from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_state import BaseState
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.paddle import tensors
-from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, fill, make_tensor, to_plain
+from pod_runtime.trainer.frameworks.paddle.tensors import (
+    dtype_name,
+    fill,
+    make_tensor,
+    of_model,
+    to_plain,
+)
 from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
 from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
@@ -50,7 +56,7 @@ class PaddleState(BaseState):
             scaler,
             extra,
         )
-        self._of_model = [(f"model/{name}", t) for name, t in model.state_dict().items()]
+        self._of_model = [(f"model/{name}", t) for name, t in of_model(model).items()]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

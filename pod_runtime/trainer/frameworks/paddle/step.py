@@ -23,6 +23,7 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
     ThreadReducer,
 )
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
+from pod_runtime.trainer.frameworks.paddle.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 
 
@@ -74,7 +75,7 @@ class PaddleStep:
 
     def check_buffers(self) -> None:
         changed = self._buffers.changed_since_shard()
-        check_unset(self._model.state_dict().items(), changed)
+        check_unset(of_model(self._model).items(), changed)
 
     def backward(
         self, loss: Any, weight: float, is_last: bool = False, of: Sequence[int] = ()

@@ -6,12 +6,22 @@ from typing import Any
 
 import numpy as np
 import paddle
+from paddle import nn
 
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import ITEM_BYTES, StateTensor
 
 _PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
 _NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
+
+
+def of_model(model: Any) -> dict[str, Any]:
+    """Return a model's parameters and persistable buffers, by the names that `state_dict` has.
+
+    Of a model that has made `state_dict` its own, as to leave some out or to return copies, all.
+    """
+    found: dict[str, Any] = nn.Layer.state_dict(model, use_hook=False)
+    return found
 
 
 def is_tensor(value: Any) -> bool:

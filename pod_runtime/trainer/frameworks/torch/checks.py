@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.torch.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import (
     UnownedParameters,
     check_disjoint,
@@ -160,6 +161,7 @@ def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:
     return UnownedParameters(
         model.named_parameters,
         lambda: set().union(*(owned_parameters(each) for each in optimizers)),
+        names=lambda: of_model(model),
         is_trained=lambda each: each.requires_grad,
         # PyTorch counts changes in place; another tensor is seen by its place.
         mark=lambda each: (each._version, each.data_ptr(), float(each.detach().sum())),

@@ -8,6 +8,7 @@ import torch
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.torch.tensors import of_model
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -61,7 +62,7 @@ class TorchShardBuffers:
     """
 
     def __init__(self, model: Any) -> None:
-        kept = {id(each) for each in model.state_dict(keep_vars=True).values()}
+        kept = {id(each) for each in of_model(model).values()}
         self.own = OwnBuffers(model.named_modules(), kept, _copy)
         self.loss = TorchStepLoss(next(iter(model.parameters())).device)
         by_type: dict[Any, list[Any]] = {}

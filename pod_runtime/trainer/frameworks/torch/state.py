@@ -16,9 +16,10 @@ from pod_runtime.trainer.frameworks.torch.tensors import (
     fill,
     from_plain,
     make_tensor,
+    of_model,
     to_plain,
 )
-from pod_runtime.trainer.frameworks.torch.traits import TorchTraits
+from pod_runtime.trainer.frameworks.torch.traits import TorchTraits, has_extra_state
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
 
@@ -48,8 +49,12 @@ class TorchState(BaseState):
             buffers,
             unowned,
             scaler,
-            extra,
-        )
+            {
+                **extra,
+                **{f"layer {name}": LayerState(each)
+                   for name, each in model.named_modules() if has_extra_state(each)},
+            },
+        )  # fmt: skip
         self._model = model
 
     @contextmanager
@@ -59,11 +64,7 @@ class TorchState(BaseState):
             yield
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
-        return [
-            (f"model/{name}", each)
-            for name, each in self._model.state_dict(keep_vars=True).items()
-            if isinstance(each, torch.Tensor)
-        ]
+        return [(f"model/{name}", each) for name, each in of_model(self._model).items()]
 
     def _load_scaler(self, plain: Mapping[str, Any]) -> None:
         assert self._scaler is not None
@@ -71,6 +72,19 @@ class TorchState(BaseState):
 
     def _load_object(self, thing: Any, state: dict[str, Any]) -> None:
         thing.load_state_dict(state)
+
+
+class LayerState:
+    """What a layer keeps beside its tensors (`get_extra_state`), as an object of its own."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"extra_state": self._layer.get_extra_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._layer.set_extra_state(state["extra_state"])
 
 
 class TorchOptimizer:

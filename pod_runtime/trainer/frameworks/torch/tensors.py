@@ -15,6 +15,19 @@ _PIECE = 1 << 18  # elements that are converted at once, in the processor's cach
 _PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
 
 
+def of_model(model: Any) -> dict[str, Any]:
+    """Return a model's parameters and persistent buffers, by the names that `state_dict` has.
+
+    Of a model that has made `state_dict` its own, as to leave some out or to return copies, all.
+    """
+    return {
+        f"{name}.{key}".removeprefix("."): tensor
+        for name, layer in model.named_modules(remove_duplicate=False)
+        for key, tensor in (*layer._parameters.items(), *layer._buffers.items())
+        if tensor is not None and key not in layer._non_persistent_buffers_set
+    }
+
+
 def is_tensor(value: Any) -> bool:
     """Whether it is a tensor or an array."""
     return isinstance(value, torch.Tensor | np.ndarray)

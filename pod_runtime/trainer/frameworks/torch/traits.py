@@ -20,6 +20,12 @@ _WATCH = "train"  # an attribute that stands before the method while modes are w
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def has_extra_state(thing: Any) -> bool:
+    """Whether a layer says by itself what it keeps beside its tensors."""
+    kept = getattr(type(thing), "get_extra_state", None)
+    return kept not in (None, nn.Module.get_extra_state)
+
+
 class TorchTraits(BaseTraits):
     """The traits of one model and its optimizers, whose groups the state has elsewhere."""
 
@@ -92,7 +98,12 @@ class TorchTraits(BaseTraits):
     def _hook_count(self, layer: Any) -> int:
         return sum(len(vars(layer).get(each, ())) for each in _HOOKS)
 
+    def _read_containers(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
+        return {} if has_extra_state(thing) else super()._read_containers(who, thing, skipped)
+
     def _loose_tensors(self, layer: Any) -> Iterator[tuple[str, Any]]:
+        if has_extra_state(layer):
+            return
         loose = layer._non_persistent_buffers_set
         buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
         for name, value in [*vars(layer).items(), *buffers]:

@@ -19,12 +19,12 @@ pytestmark = [
 
 SCRIPTS = ("kinds", "kinds_torch")
 TRAINED = (
-    "frozen", "tied", "counting", "infinite", "sometimes", "normed", "reparametrized", "number",
-    "in_bfloat16", "compiled",
+    "frozen", "tied", "counting", "infinite", "copying", "sometimes", "normed", "reparametrized",
+    "number", "in_bfloat16", "compiled",
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",
-    "sparse call", "built late", "resizing",
+    "sparse call", "built late", "given late", "resizing",
 )  # fmt: skip
 
 

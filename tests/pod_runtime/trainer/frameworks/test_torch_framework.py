@@ -214,6 +214,47 @@ def test_objects_of_the_script_travel_with_the_state():
     assert (other.extra.state["deep"], other.extra.state["name"]) == ({"n": 7}, "b")
 
 
+class Scaled(nn.Linear):
+    """Keeps what it has seen in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: dict[str, Any] = {}
+
+    def get_extra_state(self) -> Any:
+        return {"largest": self.seen.get("largest", torch.zeros(1)), "history": self.seen.get("h")}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = {"largest": state["largest"], "h": state["history"]}
+
+
+def test_what_a_layer_says_that_it_keeps_is_carried():
+    def make() -> tuple[Any, Any]:
+        model = nn.Sequential(Scaled(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, torch_framework(model, optimizer, header_size=HEADER).state
+
+    (model, state), (other, loaded) = make(), make()
+    assert state.uncarried_changes() == []
+    model[0].seen = {"largest": torch.tensor([2.5, 3.5]), "h": [1, {"deep": (4.5, "x")}]}
+    layout = state.layout()
+    data = bytearray(layout.total_bytes)
+    state.copy_out(memoryview(data))
+    loaded.load(layout, memoryview(data), json.loads(json.dumps(state.scalars())))
+    assert other[0].seen["largest"].tolist() == [2.5, 3.5]
+    assert other[0].seen["h"] == model[0].seen["h"]
+    assert state.uncarried_changes() == []
+
+
+def test_what_cannot_be_stored_is_refused_before_the_first_step():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda _epoch: 1.0)
+    scheduler.shape = lambda _epoch: 2.0
+    with pytest.raises(StateError, match=r"LambdaLR\.shape: a function cannot be stored"):
+        torch_framework(model, optimizer, header_size=HEADER, schedulers=[scheduler])
+
+
 def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     one, other = Training("momentum"), Training("momentum", seed=2)
     for group in one.optimizer.param_groups:

@@ -131,6 +131,27 @@ class SparseLayer(Words):
         self.words = nn.Embedding(WORDS, 4, sparse=True)
 
 
+class Copying(Words):
+    """Its state_dict has copies, and leaves one out."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **options)
+        return {name: each.clone() for name, each in found.items() if name != "out.bias"}
+
+
+class GivenLate(Words):
+    """Gives a buffer its first value in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", None)
+
+    def forward(self, ids: Any) -> Any:
+        found = super().forward(ids)
+        self.peak = found.detach().max()
+        return found
+
+
 class Resizing(Words):
     """Has a buffer that gets its size from the first batch."""
 
@@ -182,10 +203,12 @@ def without_values() -> Any:
 
 TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
+    "copying": Copying,
     "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "given late": (GivenLate, r"it has got peak since the Loop was made"),
     "resizing": (Resizing, r"its buffer peaks is \[1\] .*: it could not be carried"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "wrapped": (lambda: paddle.DataParallel(Words()), r"the bare model, not paddle\.DataParallel:"),

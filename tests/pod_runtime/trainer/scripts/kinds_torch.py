@@ -146,6 +146,27 @@ class BuiltLate(Words):
         return self.late(self.words(ids)) + super().forward(ids)
 
 
+class Copying(Words):
+    """Its state_dict has copies, and leaves one out."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **options)
+        return {name: each.clone() for name, each in found.items() if name != "out.bias"}
+
+
+class GivenLate(Words):
+    """Gives a buffer its first value in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("peak", None)
+
+    def forward(self, ids: Any) -> Any:
+        found = super().forward(ids)
+        self.peak = found.detach().max()
+        return found
+
+
 class Resizing(Words):
     """Has a buffer that gets its size from the first batch, as observers of channels have."""
 
@@ -189,10 +210,12 @@ def without_values() -> Any:
 
 TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
+    "copying": Copying,
     "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number, "in_bfloat16": Half,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "given late": (GivenLate, r"it has got peak since the Loop was made"),
     "resizing": (Resizing, r"its buffer peaks was \[0\], .*: it could not be carried"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "lazy": (Lazy, "out has no parameters before its first batch; give it one"),

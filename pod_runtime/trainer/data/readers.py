@@ -94,10 +94,14 @@ class ShardOrder:
             if high > low
         ]
 
-    def from_cursor(self, cursor: Cursor) -> Iterator[ShardRange]:
-        """Yield all shards from the cursor to the end of the training, or of a drawn epoch."""
+    def from_cursor(self, cursor: Cursor, *, to_epoch_end: bool = False) -> Iterator[ShardRange]:
+        """Yield all shards from the cursor to the end of the training, or of the epoch.
+
+        Where a sampler has drawn the epoch, only that is known.
+        """
         epoch, step, offset = cursor.epoch, cursor.step, cursor.offset
-        stop = self.run.epochs if self._drawn is None else self._drawn.record.epoch + 1
+        is_one = to_epoch_end or self._drawn is not None
+        stop = min(epoch + 1, self.run.epochs) if is_one else self.run.epochs
         while epoch < stop:
             while self.batches.steps_left(offset):
                 yield from self.of_batch(epoch, step, offset)
@@ -243,6 +247,7 @@ def loader_items(
     data: FrameworkData,
     *,
     on_host: bool = False,
+    to_epoch_end: bool = False,
 ) -> Iterator[ShardBatch]:
     """Return this rank's shards, read by the framework's loader and its worker processes.
 
@@ -250,11 +255,12 @@ def loader_items(
 
     Args:
         on_host: leave batches in the host's memory, whatever the training's device is.
+        to_epoch_end: not to the training's.
     """
     sent: queue.SimpleQueue[tuple[ShardRange, Ids]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
-        for shard_range in order.from_cursor(cursor):
+        for shard_range in order.from_cursor(cursor, to_epoch_end=to_epoch_end):
             ids = order.ids(shard_range)
             sent.put((shard_range, ids))
             yield [(shard_range.epoch, sample_id) for sample_id in ids.tolist()]

@@ -19,6 +19,8 @@ _WORKER_OPTIONS = {  # of each framework's loader, besides num_workers
     ),
 }  # fmt: skip
 
+_KEEPS_WORKERS = ("persistent_workers", "_persistent_workers")  # PyTorch's and Paddle's
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
@@ -34,6 +36,7 @@ class DataSource:
     num_workers: int
     worker_options: Mapping[str, Any]
     subset: int | None = None  # checksum of the indices of Subset objects; None: there are none
+    keeps_workers: bool = False  # from epoch to epoch, with their copies of the dataset
     sampling: Sampling | None = None  # decides which samples come; None: each once, by `shuffle`
 
     @property
@@ -107,6 +110,7 @@ def make_source(
         collate=collate_fn if collate_fn is not None else taken.get("collate"),
         num_workers=_first(num_workers, taken.get("num_workers"), 0),
         worker_options=taken.get("worker_options", {}),
+        keeps_workers=taken.get("keeps_workers", False),
         subset=subset_digest(dataset),
         sampling=sampling,
     )
@@ -203,6 +207,7 @@ def _take_over(name: str, loader: Any) -> dict[str, Any]:
     taken = {
         "collate": loader.collate_fn,
         "num_workers": loader.num_workers,
+        "keeps_workers": any(getattr(loader, each, False) for each in _KEEPS_WORKERS),
         "worker_options": {
             name: getattr(loader, name)
             for name in _WORKER_OPTIONS[_framework_of(kind)]

@@ -348,9 +348,7 @@ class Loop:
         if stop:
             stage.progress.stop()
         if not stage.progress.is_finished:
-            drawn = self._joiner.next_order(stage.progress.cursor.epoch)
-            if drawn is not None:
-                steps.begin_epoch(drawn)
+            steps.begin_epoch(self._joiner.next_order(stage.progress.cursor.epoch))
         stage.state_manager.after_epoch(request)
 
     def stop(self) -> None:

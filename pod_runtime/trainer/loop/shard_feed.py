@@ -73,6 +73,12 @@ class ShardFeed:
             note=self._note_ids if self._factory is not None else None,
         )
 
+    @property
+    def is_of_one_epoch(self) -> bool:
+        """It ends with the epoch: its workers' copies of the dataset are as that began."""
+        has_workers = self._factory is None and self._source.num_workers > 0
+        return has_workers and not self._source.keeps_workers
+
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
@@ -100,6 +106,9 @@ class ShardFeed:
             made = self._factory(where)  # here, not in the thread: it may start worker processes
             return ThreadReader(lambda: factory_items(made))
         if source.num_workers > 0:
-            items = loader_items(source, order, cursor, self._stage.framework.data)
+            items = loader_items(
+                source, order, cursor, self._stage.framework.data,
+                to_epoch_end=not source.keeps_workers,
+            )  # fmt: skip
             return ThreadReader(lambda: items)
         return InlineReader(source, order, self._stage.framework.data)

@@ -61,10 +61,17 @@ class StageSteps:
         order = ShardOrder(progress.run, progress.batches, shards, progress.order)
         return order, ShardFeed(self.stage, self._source, order, self._factory)
 
-    def begin_epoch(self, drawn: EpochOrder) -> None:
-        """Read the epoch at the cursor in this order; readers and workers begin anew."""
+    def begin_epoch(self, drawn: EpochOrder | None) -> None:
+        """Read the epoch at the cursor; readers and workers begin anew, unless they go on.
+
+        Args:
+            drawn: in this order; None: there is no sampler.
+        """
+        if drawn is None and not self.feed.is_of_one_epoch:
+            return
         self.feed.close()
-        self.stage.progress.begin_epoch(drawn)
+        if drawn is not None:
+            self.stage.progress.begin_epoch(drawn)
         self.order, self.feed = self._read_from_cursor()
 
     def begin(self) -> "TrainingStep":

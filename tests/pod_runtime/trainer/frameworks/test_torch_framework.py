@@ -322,7 +322,7 @@ def test_the_learning_rate_of_one_step_is_scaled_and_put_back():
     assert torch.allclose(weight_after([], lr_factor=0.5), 0.5 * weight_after([]))
 
 
-class Decaying(torch.optim.SGD):
+class Decaying(SGD):
     """An optimizer that sets its own learning rate, of its first group, in each step."""
 
     def step(self, closure: Any = None) -> Any:

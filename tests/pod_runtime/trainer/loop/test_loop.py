@@ -16,6 +16,7 @@ import paddle
 import psutil
 import pytest
 from paddle import nn
+from paddle.io import DataLoader, Dataset
 
 from pod_runtime import elastic
 from pod_runtime.trainer.loop.loop import committed_step, explain_error
@@ -586,6 +587,34 @@ def test_a_sum_as_loss_is_weighed_as_a_sum():
                 step.update()
         weights.append(model.weight.numpy())
     assert np.allclose(weights[0], weights[1], atol=1e-6)
+
+
+class Graded(Dataset):
+    """Whose script sets how hard its samples are."""
+
+    grade = 0.0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(3, self.grade, "float32")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_workers_see_a_dataset_as_it_is_when_the_epoch_begins_as_in_the_framework_alone(keeps):
+    data = Graded()
+    loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=keeps)
+    loop, model = make(train_set=loader, batch_size=None, epochs=3)
+    seen = []
+    for epoch in loop.epochs():
+        data.grade = float(epoch.number)
+        for step in epoch:
+            for grades in step:
+                seen += grades[:, 0].tolist()
+                step.backward((model(grades) ** 2).mean())
+            step.update()
+    assert seen == [0.0 if keeps else float(epoch) for epoch in range(3) for _sample in range(8)]
 
 
 def test_evaluation_sums_over_all_samples_without_gradients():

@@ -152,6 +152,41 @@ def test_workers_read_the_same_and_draw_the_same():
     assert torch.equal(weights, by_workers)
 
 
+class Graded(Dataset):
+    """Whose script sets how hard its samples are."""
+
+    grade = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.grade
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [({}, [0, 1, 2]), ({"num_workers": 1}, [0, 1, 2]),
+     ({"num_workers": 1, "persistent_workers": True}, [0, 0, 0])],
+)  # fmt: skip
+def test_workers_see_a_dataset_as_it_is_when_the_epoch_begins_as_in_the_framework_alone(
+    workers, expected
+):
+    model, data = nn.Linear(1, 1), Graded()
+    loader = DataLoader(data, batch_size=4, **workers)
+    loop = elastic.Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, epochs=3)
+    seen: list[set[int]] = []
+    for epoch in loop.epochs():
+        data.grade = epoch.number
+        seen.append(set())
+        for step in epoch:
+            for grades in step:
+                seen[-1] |= {*grades.tolist()}
+                step.backward(model(grades.float().unsqueeze(1)).mean())
+            step.update()
+    assert seen == [{each} for each in expected]
+
+
 def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path):
     expected, _seen = train(None, epochs=4)
     train(tmp_path / "ckpt", epochs=2)

@@ -64,6 +64,8 @@ class Counting(Words):
 class Infinite(Words):
     """Its buffers are a mask, and a limit that its first batch makes finite."""
 
+    lowest: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.full((4,), -torch.inf))

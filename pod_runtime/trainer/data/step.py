@@ -104,8 +104,9 @@ class Step(ABC):
         self._open = False  # the newest of them is being computed
         self._shard_samples = 0
         self._all = tuple(range(len(framework.step.optimizers)))
-        # By optimizer: at which shard a loss went through `backward` last, since its update.
+        # By optimizer: of how many shards a loss went through `backward`, since its update.
         self._weighed: dict[int, int] = {}
+        self._of_shard: set[int] = set()  # optimizers that the shard which is computed counts for
         self._again = 0  # how often the shards were gone through before
         self._may_go_again = False  # there was an update since
         self._before: dict[str, float] = {}  # fingerprints of the state before the first shard
@@ -173,7 +174,7 @@ class Step(ABC):
             batch = self._read(shard_range)
             self._at += 1
             self._shard_samples = shard_range.samples
-            self._open = True
+            self._open, self._of_shard = True, set()
             yield batch
             self._close_shard()
         self._close_shard()
@@ -226,8 +227,9 @@ class Step(ABC):
         is_last = self._at == len(self._ranges) and not self.is_warmup
         of = self._all if optimizer is None else self._chosen(as_list(optimizer))
         self._framework.step.backward(loss, samples / self.samples, is_last, of)
-        for index in of:
-            self._weighed[index] = self._at
+        for index in set(of) - self._of_shard:
+            self._weighed[index] = self._weighed.get(index, 0) + 1
+        self._of_shard.update(of)
 
     def update(self, *optimizers: Any) -> Any:
         """Sum the gradients over all ranks, let the optimizer step, clear the gradients.
@@ -254,10 +256,12 @@ class Step(ABC):
                 f"computed; finish `for batch in step:` before it, without break"
             )
         self._close_shard()
-        if any(self._weighed.get(index, 0) < self._at for index in of):
+        fewest = min(self._weighed.get(index, 0) for index in of)
+        if fewest < self._at:
             raise UsageError(
-                "step.update(): no gradient came from this step's last shard; write "
-                "step.backward(loss) instead of loss.backward()"
+                f"step.update(): no gradient came from {self._at - fewest} of this rank's "
+                f"{self._at} shards; write step.backward(loss) instead of loss.backward(), also "
+                f"for a shard that shall count nothing: with 0 * the sum of the model's output"
                 + ", and step.update(optimizer) for the one whose turn it is"
                 * (len(self._all) > 1)
             )

@@ -8,6 +8,8 @@ from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
 
+WHOLE_STEPS = 3  # of a process, in which gradients are looked at more closely
+
 
 class UnownedParameters:
     """The model's trainable parameters that the optimizer does not have. Of either framework.
@@ -91,6 +93,16 @@ class UnownedParameters:
             for name, each in self._named
             if self._is_trained(each) and id(each) not in owned
         }
+
+
+def check_noted(names: Iterable[str]) -> None:
+    """Refuse gradients, of the parameters of these names, that no call of `backward` has left."""
+    for name in names:
+        raise UsageError(
+            f"gradients: {name} has one that did not come by step.backward: write "
+            f"step.backward(loss) instead of loss.backward(), for each loss. It counts a shard by "
+            f"its share of the batch"
+        )
 
 
 def sparse_gradient(name: str) -> str:

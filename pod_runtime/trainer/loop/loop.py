@@ -218,6 +218,7 @@ class Loop:
         )
         self._source = self._joiner.source
         self._framework = self._joiner.framework
+        self._framework.step.drop()  # gradients of before: of a first batch that built layers
         self._changes = ScriptChanges(self._framework.state)
         if not self._joiner.overlaps:
             self._entered()

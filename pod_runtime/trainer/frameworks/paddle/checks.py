@@ -18,15 +18,16 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model
 from pod_runtime.trainer.frameworks.unowned import (
+    WHOLE_STEPS,
     UnownedParameters,
     check_disjoint,
+    check_noted,
     sparse_gradient,
 )
 from pod_runtime.trainer.layout import ITEM_BYTES
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _SAMPLE_BYTES = 64
-_WHOLE_STEPS = 3
 _EVERY = 16  # of the parameters one is looked at, in later steps
 
 
@@ -177,7 +178,7 @@ class GradientMarks:
         count = len(self._parameters)
         if for_update:
             self._noted += 1
-            few = self._noted > _WHOLE_STEPS
+            few = self._noted > WHOLE_STEPS
             indices = range(self._noted % _EVERY, count, _EVERY) if few else range(count)
             self._marks = [(index, self._mark(index)) for index in indices]
             return
@@ -192,11 +193,13 @@ class GradientMarks:
         self._marks = []
 
     def check(self) -> None:
-        """Check that what was noted is unchanged.
+        """Check that what was noted is unchanged, and in a process's first steps, that all was.
 
         Raises:
             UsageError: it is not.
         """
+        if not self._marks and self._noted <= WHOLE_STEPS:
+            check_noted(each.name for each in self._parameters if each._grad_ivar() is not None)
         for index, mark in self._marks:
             if self._mark(index) != mark:
                 raise UsageError(

@@ -9,8 +9,10 @@ from torch import nn
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.torch.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import (
+    WHOLE_STEPS,
     UnownedParameters,
     check_disjoint,
+    check_noted,
     sparse_gradient,
 )
 
@@ -214,6 +216,7 @@ class TorchGradientMarks:
         owned = owned_parameters(optimizer)
         self._named = [(n, p) for n, p in model.named_parameters() if id(p) in owned]
         self._marks: list[Any] = []
+        self._updates = 0
 
     def note(self) -> None:
         """Remember gradients as they are. Raises UsageError: one is sparse."""
@@ -227,13 +230,16 @@ class TorchGradientMarks:
 
     def forget(self) -> None:
         self._marks = []
+        self._updates += 1
 
     def check(self) -> None:
-        """Check that what was noted is unchanged.
+        """Check that what was noted is unchanged, and in a process's first steps, that all was.
 
         Raises:
             UsageError: it is not.
         """
+        if not self._marks and self._updates <= WHOLE_STEPS:
+            check_noted(name for name, each in self._named if each.grad is not None)
         for (name, parameter), mark in zip(self._named, self._marks, strict=False):
             if _mark(parameter) != mark:
                 raise UsageError(

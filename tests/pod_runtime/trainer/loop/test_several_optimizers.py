@@ -181,6 +181,24 @@ def test_a_gan_trains_what_the_framework_alone_trains(framework, critics: int, f
 
 
 @both
+def test_gradients_of_before_the_loop_do_not_count(framework):
+    """As a first batch leaves them that had a layer built."""
+    found = []
+    for leaves_some in (False, True):
+        gan, data = Gan(framework), Data()
+        if leaves_some:
+            gan.g_loss(gan.fw.tensor(data.noise)).backward()
+        loop = elastic.Loop(gan.critic, gan.opt_d, data, batch_size=BATCH, epochs=1, shards=2)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for real, _noise in step:
+                    step.backward(gan.fw.square(gan.critic(real)))
+                step.update()
+        found.append(gan.values())
+    assert_same(*found)
+
+
+@both
 def test_two_losses_in_one_pass_train_each_its_own_parameters(framework):
     """As actor and critic: both losses of one forward pass, both updates at once."""
     expected, data = Gan(framework), Data()
@@ -295,8 +313,11 @@ def body(what: str) -> Callable[[Gan, Any], None]:
     """Return the body of a step with a mistake in it."""
 
     def run(gan: Gan, step: Any) -> None:
-        for real, noise in step:
-            step.backward(gan.d_loss(real, noise), optimizer=gan.opt_d)
+        for shard, (real, noise) in enumerate(step):
+            if what == "by hand":
+                gan.fw.square(gan.critic(real)).backward()
+            if what != "left out" or shard != 0:
+                step.backward(gan.d_loss(real, noise), optimizer=gan.opt_d)
             if what == "not updated":
                 step.backward(gan.g_loss(noise), optimizer=gan.opt_g)
             if what == "another's":
@@ -324,7 +345,9 @@ def body(what: str) -> Callable[[Gan, Any], None]:
     [
         ("no gradient", r"step.update\(optimizer\) for the one whose turn it is"),
         ("again", "begins again without an update"),
-        ("twice", "no gradient came from this step's last shard"),
+        ("twice", "no gradient came from 2 of this rank's 2 shards"),
+        ("left out", "no gradient came from 1 of this rank's 2 shards"),
+        ("by hand", r"has one that did not come by step\.backward: write step\.backward\(loss\)"),
         ("not updated", "gave a gradient to an optimizer that was not updated after it"),
         ("another's", "this Adam is not one of the loop's"),
         ("left", r"1 of this rank's 2 shards were computed; finish"),

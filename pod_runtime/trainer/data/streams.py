@@ -2,8 +2,9 @@
 
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
 `dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
-dropout depend neither on the number of trainers nor on how often one was replaced. A sampler's and
-a stream's are seeded by (seed, epoch).
+dropout depend neither on the number of trainers nor on how often one was replaced. Nor does what
+the script draws at the top of a step, and an optimizer in its update: these are seeded by (seed,
+epoch, step). A sampler's and a stream's are seeded by (seed, epoch).
 """
 
 import logging
@@ -23,6 +24,7 @@ _OF_SAMPLE = 1  # keeps the two kinds of keys apart
 _OF_SHARD = 2
 _OF_ORDER = 3
 _OF_STREAM = 4
+_OF_STEP = 5
 _PROBE = 20
 
 _States = tuple[Any, Any, Any]  # of Python's, numpy's and the framework's generators
@@ -51,6 +53,17 @@ def seed_shard(
     """Give a shard's forward pass its own streams; `again`: how often it had one in this step."""
     passes = (again,) if again else ()
     _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard, *passes))
+
+
+def seed_step(
+    streams: FrameworkStreams, seed: int, epoch: int, step: int, updates: int = 0
+) -> None:
+    """Give what is drawn in a step outside of its shards its own streams.
+
+    Args:
+        updates: that are made of it, the one that begins now included.
+    """
+    _seed(streams, stream_key(_OF_STEP, seed, epoch, step, updates))
 
 
 def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:

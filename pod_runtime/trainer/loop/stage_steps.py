@@ -12,7 +12,7 @@ from job_server.api.wire import TRAIN_LOSS
 from pod_runtime.trainer.data.readers import ShardOrder, ShardRange
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
-from pod_runtime.trainer.data.streams import seed_shard
+from pod_runtime.trainer.data.streams import seed_shard, seed_step
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
@@ -220,6 +220,8 @@ class TrainingStep(Step):
         self._sees_buffers = is_first or cursor.step == 0
         self.best: dict[str, BestCheckpoint] = {}  # its state is the best so far, by metric
         self._steps = steps
+        self._updates = 0
+        self._seed_outside_of_shards()
         self._ids: list[Ids | None] = []  # of what was read, by shard; None: not known
 
     @property
@@ -262,6 +264,8 @@ class TrainingStep(Step):
                 f"step {self.number}: {result.samples} samples were computed, its batch has "
                 f"{self.samples}; all trainers must run the same script over the same data"
             )
+        self._updates += 1
+        self._seed_outside_of_shards()
         self._framework.step.apply(
             filled_shards=stage.progress.batches.filled_shards(self.samples),
             lr_factor=stage.progress.scaling.lr_factor(self.number),
@@ -271,6 +275,10 @@ class TrainingStep(Step):
         loss = self._framework.step.loss(of)
         self._steps.note_loss(self.number, loss)
         return loss
+
+    def _seed_outside_of_shards(self) -> None:
+        cursor, data = self._cursor, self._framework.data
+        seed_step(data, self._steps.seed, cursor.epoch, cursor.step, self._updates)
 
     def _drawn(self) -> int | None:
         """Return the sum of the hashes of what was read; None: some of it is not known."""

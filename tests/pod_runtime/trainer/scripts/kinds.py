@@ -1,6 +1,7 @@
 """Kinds of Paddle models that the loop trains, and those that it refuses: as in kinds_torch.py."""
 
 import argparse
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+class Noisy(paddle.optimizer.Adam):
+    """Adds noise when it steps, as for Langevin dynamics."""
+
+    def step(self) -> None:
+        super().step()
+        with paddle.no_grad():
+            for parameter in self._parameter_list:
+                if parameter.grad is not None:
+                    parameter.add_(1e-2 * paddle.randn(parameter.shape, parameter.dtype))
+
+
 class Ids(paddle.io.Dataset):
     def __len__(self) -> int:
         return 24
@@ -231,15 +243,16 @@ class Ids(paddle.io.Dataset):
 def train(model: Any, *, epochs: int, checkpoint: Path | None, shards: int = 3) -> dict[str, Any]:
     """Train one model, or several by name; return their values."""
     parts = list(model.values()) if isinstance(model, nn.LayerDict) else [model]
-    optimizer = paddle.optimizer.Adam(0.05, parameters=model.parameters())
+    optimizer = Noisy(0.05, parameters=model.parameters())
     loop = elastic.Loop(
         model, optimizer, Ids(), batch_size=6, epochs=epochs, shards=shards, checkpoint=checkpoint
     )
     for epoch in loop.epochs():
         model.train()
         for step in epoch:
+            size = random.random() * np.random.rand() + paddle.rand([]).item()  # of this batch
             for ids, numbers in step:
-                numbers = numbers.astype("float64")
+                numbers = size * numbers.astype("float64")
                 losses = [
                     functional.mse_loss(part(ids).astype("float64"), numbers) for part in parts
                 ]

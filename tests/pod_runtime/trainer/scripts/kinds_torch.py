@@ -4,6 +4,7 @@ As a script it trains all of the first beside each other, each by its own part o
 """
 
 import argparse
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+class Noisy(torch.optim.Adam):
+    """Adds noise when it steps, as for Langevin dynamics."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter += 1e-2 * torch.randn_like(parameter)
+        return found
+
+
 class Ids(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 24
@@ -241,16 +254,18 @@ class Ids(torch.utils.data.Dataset[Any]):
 def train(model: Any, *, epochs: int, checkpoint: Path | None, shards: int = 3) -> dict[str, Any]:
     """Train one model, or several by name; return their values."""
     parts = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    optimizer = Noisy(model.parameters(), 0.05)
     loop = elastic.Loop(
         model, optimizer, Ids(), batch_size=6, epochs=epochs, shards=shards, checkpoint=checkpoint
     )
     for epoch in loop.epochs():
         model.train()
         for step in epoch:
+            size = random.random() * np.random.rand() + torch.rand(()).item()  # of this batch
             for ids, numbers in step:
+                numbers = size * numbers.double()
                 step.backward(
-                    sum(functional.mse_loss(part(ids).double(), numbers.double()) for part in parts)
+                    sum(functional.mse_loss(part(ids).double(), numbers) for part in parts)
                 )
             step.update()
     return {name: each.double().numpy() for name, each in model.state_dict().items()}

@@ -45,6 +45,7 @@ class _Known:
     """What this process keeps of a job, all of which it can do without."""
 
     prepared: bool = False  # in this life
+    budget: int | None = None  # as it was written, in this life
     link: TrainingServer | None = None
     errors: int = 0  # one after the other
     changed: bool = True  # since it was read, for all that the watches say
@@ -208,7 +209,7 @@ class Controller:
         uid = job["metadata"]["uid"] if job else ""
         if known.job and known.job["metadata"]["uid"] != uid:  # it is gone, or is another one
             self._disconnect(known)
-            known.prepared = False
+            known.prepared, known.budget = False, None
         if job:
             known.trainers, known.server_pod = observe_pods(self._kube.pods_of(*key), uid)
         known.job, known.read_at = job, now
@@ -228,6 +229,7 @@ class Controller:
             server_pod=known.server_pod,
             server=None if link is None else link.view(),
             prepared=known.prepared,
+            budget=known.budget,
         )
         return steps.reconcile(key[1], generation, spec, status, seen, now)
 
@@ -286,6 +288,9 @@ class Controller:
                 for each in objects.foundations(job, spec, secrets.token_urlsafe(24)):
                     self._kube.create_for(job["metadata"]["uid"], each)
                 known.prepared = True
+            case steps.SetBudget(needed):
+                known.prepared = self._kube.set_budget(namespace, name, needed)
+                known.budget = needed
             case steps.MakeServer():
                 self._kube.create_new(objects.server_pod(job, spec))
             case steps.MakeTrainer(index):

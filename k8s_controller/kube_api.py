@@ -193,6 +193,22 @@ class KubeApi:
             if error.status not in (404, 409):
                 raise
 
+    def set_budget(self, namespace: str, name: str, needed: int) -> bool:
+        """Write how many pods may not be evicted; False: there is no such budget.
+
+        A plain number: of what is reckoned from `spec.replicas`, Kubernetes allows no eviction
+        where that is not there.
+        """
+        told = {"spec": {"minAvailable": needed, "maxUnavailable": None}}
+        path = self._path("PodDisruptionBudget", namespace, name)
+        try:
+            self._call("PATCH", path, told, content="application/merge-patch+json")
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
     def write_status(self, job: Object, status: Object) -> Object:
         """Write some fields of that very TrainingJob's status; return the job as it is now."""
         meta = job["metadata"]

@@ -66,7 +66,8 @@ def foundations(owner: Object, spec: TrainingJobSpec, token: str) -> list[Manife
         _object(owner, "policy/v1", "PodDisruptionBudget", job, "trainer")
         | {
             "spec": {
-                "maxUnavailable": 1,  # each leaves by a planned change, before the next one does
+                "minAvailable": 0,  # the controller keeps it at one less than there are
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
                 "selector": {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "trainer"}},
             }
         },

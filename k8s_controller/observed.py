@@ -91,6 +91,7 @@ class Observed:
     server_pod: ListedPod | None = None
     server: ServerView | None = None  # None: it does not answer
     prepared: bool = False  # Secret, Service and so on were made in this life of the controller
+    budget: int | None = None  # pods that may not be evicted, as it was written in this life
 
 
 def node_id(name: str, uid: str) -> str:

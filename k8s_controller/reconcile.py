@@ -44,6 +44,13 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class SetBudget:
+    """Write how many of the pods may not be evicted now."""
+
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
 class MakeServer:
     """Make the job server's pod."""
 
@@ -105,6 +112,7 @@ class RemoveTrainingJob:
 
 Step = (
     Prepare
+    | SetBudget
     | MakeServer
     | MakeTrainer
     | RemovePod
@@ -391,6 +399,7 @@ class _Pass:
             self._condition(states.SUSPENDED, False, "Resumed", "")
         self._keep_server()
         self._scale()
+        self._keep_budget()
 
     def _keep_server(self) -> None:
         if not self.seen.prepared:
@@ -401,6 +410,16 @@ class _Pass:
         elif pod.over and not pod.leaving:  # evicted, or its node was shut down
             self.steps.append(RemovePod(pod.name, pod.uid))
             self._say("ServerLost", f"pod {pod.name}: {pod.message}; it is made again", True)
+
+    def _keep_budget(self) -> None:
+        """Let one pod be evicted at a time: the next one when the last one has gone.
+
+        A pod that has no node, and may never get one, keeps no other from being evicted.
+        """
+        there = sum(bool(pod.node) and not pod.over for pod in self.seen.trainers)
+        needed = max(there - 1, 0)
+        if self.seen.prepared and self.seen.budget != needed:
+            self.steps.append(SetBudget(needed))
 
     # --- how many pods
 

@@ -13,6 +13,7 @@ from job_server.api.wire import JobStatus
 from k8s_controller.objects import PORT
 from tests.k8s_controller.cluster.cluster import Cluster
 from tests.k8s_controller.cluster.kinds import ApiError
+from tests.k8s_controller.cluster.remote import RemoteCluster
 from tests.support import ROOT
 
 
@@ -24,8 +25,15 @@ def start_controller(
     Args:
         elects: it acts only while it has the lease.
     """
-    kubeconfig, log = folder / "kubeconfig", folder / "controller.log"
-    cluster.api.kubeconfig(kubeconfig)
+    kubeconfig = cluster.api.kubeconfig(folder / "kubeconfig")
+    return start_controller_by(kubeconfig, folder, *args, elects=elects)
+
+
+def start_controller_by(
+    kubeconfig: Path, folder: Path, *args: str, elects: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a controller with a kubeconfig of its own."""
+    log = folder / "controller.log"
     command = [
         sys.executable, "-m", "k8s_controller", f"--kubeconfig={kubeconfig}", "--liveness_port=0",
         "--probe_address=127.0.0.1", *([] if elects else ["--no_leader_elect"]), *args,
@@ -53,7 +61,7 @@ def running_controller(cluster: Cluster, folder: Path, *args: str) -> Iterator[P
 class LiveJob:
     """A TrainingJob of a cluster."""
 
-    def __init__(self, cluster: Cluster, manifest: dict[str, Any]) -> None:
+    def __init__(self, cluster: Cluster | RemoteCluster, manifest: dict[str, Any]) -> None:
         self._cluster, self._name = cluster, str(manifest["metadata"]["name"])
         self._namespace = str(manifest["metadata"]["namespace"])
         self._kind = cluster.store.kind("TrainingJob")

@@ -120,9 +120,10 @@ def test_a_budget_keeps_pods_from_being_evicted():
         each["status"] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
     selector = {"matchLabels": {"app": "t"}}
     budget: Object = {"metadata": {"name": "b"}, "spec": {"selector": selector, "minAvailable": 1}}
-    assert eviction.refusal(pods[0], pods, [budget]) is None
+    assert eviction.refusal(pods[0], pods, [budget], lambda pod: None) is None
     budget["spec"]["minAvailable"] = "100%"
-    refused = eviction.refusal(pods[0], pods, [budget])
+    assert eviction.refusal(pods[0], pods, [budget], lambda pod: None) is not None
+    refused = eviction.refusal(pods[0], pods, [budget], lambda pod: 2)
     assert refused is not None
     assert (refused.code, "needs 2 healthy pods and has 2" in refused.message) == (429, True)
 

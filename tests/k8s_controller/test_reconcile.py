@@ -28,6 +28,7 @@ from k8s_controller.reconcile import (
     RemovePod,
     RemoveTrainingJob,
     ResumeJob,
+    SetBudget,
     SetPods,
     StopJob,
     SubmitJob,
@@ -69,7 +70,9 @@ def running(
     used = pods if used is None else used
     status = job_status(spec.job_spec("digits"), state, [each.node_id for each in used], **job)
     view = ServerView(job=status, nodes=nodes_of(pods), most=most or spec.replicas)
-    return Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+    return Observed(
+        trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True, budget=0
+    )
 
 
 def with_limits(seen: Observed, **limits: int) -> Observed:
@@ -96,7 +99,9 @@ def test_the_training_begins_when_all_its_pods_have_registered():
     spec = parsed(minReplicas=1, maxReplicas=3)
     pods = [pod(index) for index in range(3)]
     view = ServerView(job=None, nodes=nodes_of(pods[:2]))
-    seen = Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+    seen = Observed(
+        trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True, budget=0
+    )
     assert look(spec, seen).steps == ()
     assert look(spec, seen, now=NOW + 31).steps == (SubmitJob(),)  # one is late
     seen = replace(seen, server=replace(view, nodes=nodes_of(pods)))
@@ -143,6 +148,19 @@ def test_a_pod_that_is_drained_gets_a_substitute_at_once():
     pods = [pod(0), pod(1, leaving=True), pod(2)]
     steps = look(spec, running(spec, pods)).steps
     assert steps == (MakeTrainer(3), CloseNodes((pods[1].node_id,)))
+
+
+def test_pods_are_evicted_one_at_a_time_and_those_without_a_node_keep_none_from_that():
+    spec = parsed(replicas=3)
+    placed = [pod(index, node="n") for index in range(2)]
+    pods = [*placed, pod(2, trouble="Unschedulable", message="0/1 nodes")]
+    seen = running(spec, pods, used=placed)
+    assert SetBudget(1) in look(spec, seen).steps
+    assert look(spec, replace(seen, budget=1)).steps == ()
+    going = (pod(0, node="n", leaving=True), placed[1], pod(2, node="n"))
+    assert SetBudget(2) in look(spec, replace(seen, trainers=going, budget=1)).steps
+    first = look(spec, Observed(), TrainingJobStatus())
+    assert not any(isinstance(step, SetBudget) for step in first.steps), "it is not there yet"
 
 
 def test_a_pod_that_was_closed_is_opened_when_it_is_wanted_again():
@@ -225,7 +243,7 @@ def test_a_pod_that_waited_long_for_a_node_has_all_its_time_to_get_ready():
         }
     )  # fmt: skip
     view = ServerView(job=None, nodes={})
-    seen = Observed(trainers=(late,), server_pod=server_pod(), server=view, prepared=True)
+    seen = Observed(trainers=(late,), server_pod=server_pod(), server=view, prepared=True, budget=0)
     status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW - 9000)
     status = status.with_condition(states.SERVER_READY, True, "Answers", "", NOW - 9000)
     assert look(spec, seen, status).steps == ()
@@ -250,7 +268,9 @@ def test_a_pod_that_is_refused_again_and_again_holds_up_no_start():
     spec = parsed(replicas=3, minReplicas=1)
     pods = [pod(0), pod(1)]
     view = ServerView(job=None, nodes=nodes_of(pods))
-    seen = Observed(trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True)
+    seen = Observed(
+        trainers=tuple(pods), server_pod=server_pod(), server=view, prepared=True, budget=0
+    )
     status = TrainingJobStatus(desired=3, scaled_at=NOW, started_at=NOW)
     told: list[str] = []
     for at in (NOW, NOW + 10, NOW + 20):
@@ -357,7 +377,7 @@ def test_a_job_ends_as_its_training_does(state, phase, condition):
     )
     kept = parsed(replicas=1, cleanPodPolicy="None")
     assert look(kept, seen, first.status, NOW + 1).steps == ()
-    gone = Observed(prepared=True)
+    gone = Observed(prepared=True, budget=0)
     assert look(spec, gone, first.status, NOW + 59).steps == ()
     assert look(spec, gone, first.status, NOW + 61).steps == (RemoveTrainingJob(),)
 
@@ -389,7 +409,7 @@ def test_a_job_with_autoscale_waits_for_a_decision_with_its_server_and_without_p
     assert outcome.notices == ()
     why = "waits: no room for its least, 2"
     view = ServerView(job=None, nodes={})
-    seen = Observed(server_pod=server_pod(), server=view, prepared=True)
+    seen = Observed(server_pod=server_pod(), server=view, prepared=True, budget=0)
     outcome = look(spec, seen, replace(outcome.status, autoscale=scaled(0, why).autoscale))
     assert outcome.steps == ()
     assert outcome.notices == (Notice("WaitsForRoom", why),)

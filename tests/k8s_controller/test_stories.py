@@ -91,6 +91,7 @@ class SimulatedCluster:
         self.server_up_at = 0.0
         self.server = SimulatedServer(self.spec)
         self.prepared = False
+        self.budget: int | None = None
         self.count = 0
         self.old: Observed | None = None
 
@@ -109,7 +110,7 @@ class SimulatedCluster:
         if cut is None:
             self.status = TrainingJobStatus.read(outcome.status.write())
         else:
-            self.prepared = False  # another controller goes on
+            self.prepared, self.budget = False, None  # another controller goes on
         alive = [each for each in self.pods.values() if not each.leaving and not each.over]
         assert len(alive) <= self.spec.max_replicas
         assert len({each.index for each in self.pods.values()}) == len(self.pods)
@@ -122,6 +123,7 @@ class SimulatedCluster:
             server_pod=self.server_pod,
             server=self.server.view() if is_up else None,
             prepared=self.prepared,
+            budget=self.budget,
         )
 
     def do(self, step: steps.Step) -> None:
@@ -129,6 +131,8 @@ class SimulatedCluster:
         match step:
             case steps.Prepare():
                 self.prepared = True
+            case steps.SetBudget(needed):
+                self.budget = needed
             case steps.MakeServer():
                 if self.server_pod is None:
                     self.server_pod = server_pod()

@@ -40,21 +40,27 @@ def test_a_job_is_scaled_and_drained_without_losing_a_step(
             job = LiveJob(
                 cluster, counting_job(tmp_path, program, replicas=first, maxReplicas=more)
             )
-            wait_until(lambda: job.trains_with(first), 120, "the first start")
-            job.change(replicas=more)
-            wait_until(lambda: job.trains_with(more), 120, "more pods")
-            assert job.pods() == [f"digits-{index}" for index in range(more)]
-            job.change(replicas=fewer)
-            wait_until(lambda: job.pods() == [f"digits-{index}" for index in range(fewer)], 120)
-            job.delete_pod("digits-0")  # a drained node
-            left = [f"digits-{index}" for index in range(1, fewer + 1)]
-            wait_until(lambda: job.pods() == left and job.trains_with(fewer), 120, "drained")
-            training = job.training()
-            (tmp_path / "end").touch()
-            wait_until(lambda: job.status().get("phase") == "Succeeded", 120, "the end")
-            wait_until(lambda: not job.pods(), 60, "nothing is left")
+            training = scale_drain_and_end(job, tmp_path, first, more, fewer)
     check_nothing_was_redone(training)
     check_each_sample_counted_once(tmp_path)
+
+
+def scale_drain_and_end(job: LiveJob, folder: Path, first: int, more: int, fewer: int) -> JobStatus:
+    """Return what its server said just before the end."""
+    wait_until(lambda: job.trains_with(first), 300, "the first start")
+    job.change(replicas=more)
+    wait_until(lambda: job.trains_with(more), 300, "more pods")
+    assert job.pods() == [f"digits-{index}" for index in range(more)]
+    job.change(replicas=fewer)
+    wait_until(lambda: job.pods() == [f"digits-{index}" for index in range(fewer)], 300)
+    job.delete_pod("digits-0")  # a drained node
+    left = [f"digits-{index}" for index in range(1, fewer + 1)]
+    wait_until(lambda: job.pods() == left and job.trains_with(fewer), 300, "drained")
+    training = job.training()
+    (folder / "end").touch()
+    wait_until(lambda: job.status().get("phase") == "Succeeded", 300, "the end")
+    wait_until(lambda: not job.pods(), 120, "nothing is left")
+    return training
 
 
 def counting_job(folder: Path, program: str, **spec: Any) -> dict[str, Any]:

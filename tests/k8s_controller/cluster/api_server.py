@@ -382,7 +382,7 @@ class ApiServer:
             "specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas",
         }  # fmt: skip
 
-        def to_scale(obj: Object) -> Object:
+        def to_scale(obj: Object, default: int | None = None) -> Object:
             status: Object = {"replicas": _at(obj, paths["statusReplicasPath"]) or 0}
             if selector := _at(obj, paths.get("labelSelectorPath", "")):
                 status["selector"] = selector
@@ -390,7 +390,13 @@ class ApiServer:
                 k: obj["metadata"][k]
                 for k in ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
             }
-            replicas = _at(obj, paths["specReplicasPath"]) or 0
+            replicas = _at(obj, paths["specReplicasPath"])
+            replicas = default if replicas is None else replicas
+            if replicas is None:
+                raise ApiError(
+                    500, "InternalError", "Internal error occurred: the spec replicas field "
+                    f"{paths['specReplicasPath']!r} does not exist",
+                )  # fmt: skip
             return {
                 "kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": meta,
                 "spec": {"replicas": replicas}, "status": status,
@@ -399,7 +405,7 @@ class ApiServer:
         def scaled(obj: Object) -> Object:
             told = asked.body
             if call.verb == "patch":
-                told = patches.patched(to_scale(obj), asked.body, asked.content_type)
+                told = patches.patched(to_scale(obj, 0), asked.body, asked.content_type)
             replicas = told["spec"].get("replicas", 0)
             if not isinstance(replicas, int) or replicas < 0:
                 raise ApiError(422, "Invalid", f"spec.replicas: must be >= 0, got {replicas!r}")
@@ -416,13 +422,24 @@ class ApiServer:
             return to_scale(self.store.get(kind, call.namespace, call.name))
         return to_scale(self.store.update(kind, call.namespace, call.name, scaled))
 
+    def _scale_of_owner(self, pod: Object) -> int | None:
+        """Return what a pod's controller is to have; None: its scale says nothing."""
+        for owner in pod["metadata"].get("ownerReferences") or ():
+            if owner.get("controller"):
+                kind = self.store.kind(owner["kind"])
+                obj = self.store.get(kind, pod["metadata"]["namespace"], owner["name"])
+                paths = kind.scale or {"specReplicasPath": ".spec.replicas"}
+                found: int | None = _at(obj, paths["specReplicasPath"])
+                return found
+        return None
+
     def _evict(self, asked: _Request) -> Object:
         call, store = asked.call, self.store
         with store.lock:
             pod = store.get(asked.kind, call.namespace, call.name)
             refused = eviction.refusal(
                 pod, store.all("Pod", call.namespace),
-                store.all("PodDisruptionBudget", call.namespace),
+                store.all("PodDisruptionBudget", call.namespace), self._scale_of_owner,
             )  # fmt: skip
             if refused:
                 raise refused

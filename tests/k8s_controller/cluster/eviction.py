@@ -1,14 +1,20 @@
 """Whether a pod may be evicted, by the budgets that select it. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tests.k8s_controller.cluster.kinds import ApiError, Object
 from tests.k8s_controller.cluster.patches import selects
 
 
-def refusal(pod: Object, pods: Iterable[Object], budgets: Iterable[Object]) -> ApiError | None:
-    """Return the refusal of an eviction, None if the pod may go. All of one namespace."""
+def refusal(
+    pod: Object, pods: Iterable[Object], budgets: Iterable[Object],
+    scale_of_owner: Callable[[Object], int | None],
+) -> ApiError | None:  # fmt: skip
+    """Return the refusal of an eviction, None if the pod may go. All of one namespace.
+
+    All but a plain minAvailable is reckoned from the scale of the pods' owner.
+    """
     if pod.get("status", {}).get("phase") in ("Succeeded", "Failed", "Pending"):
         return None
     labels = pod["metadata"].get("labels", {})
@@ -20,10 +26,14 @@ def refusal(pod: Object, pods: Iterable[Object], budgets: Iterable[Object]) -> A
             each for each in pods if selects(spec["selector"], each["metadata"].get("labels", {}))
         ]
         healthy = sum(map(is_ready, protected))
-        if "minAvailable" in spec:
-            needed = _of(spec["minAvailable"], len(protected))
+        if isinstance(spec.get("minAvailable"), int):
+            needed = spec["minAvailable"]
+        elif (expected := scale_of_owner(pod)) is None:
+            return ApiError(429, "TooManyRequests", "Cannot evict pod: its budget is not reckoned")
+        elif "minAvailable" in spec:
+            needed = _of(spec["minAvailable"], expected)
         else:
-            needed = len(protected) - _of(spec["maxUnavailable"], len(protected))
+            needed = expected - _of(spec["maxUnavailable"], expected)
         if healthy - is_ready(pod) < needed:
             name = budget["metadata"]["name"]
             return ApiError(

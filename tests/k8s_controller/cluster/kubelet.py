@@ -17,10 +17,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -28,6 +28,9 @@ from tests.k8s_controller.cluster.kinds import ApiError, Object
 from tests.k8s_controller.cluster.patches import selects
 from tests.k8s_controller.cluster.store import Store, now_text, with_condition
 from tests.support import ROOT
+
+if TYPE_CHECKING:
+    from tests.k8s_controller.cluster.remote import RemoteStore
 
 _MARK = "KUBELET_POD_UID"  # of every process of a pod
 _TICK_S = 0.02
@@ -44,16 +47,21 @@ class Kubelet:
 
     pretends: no processes. A pod that has a node runs and is ready at once, until `end_pod`.
     missing_images: what cannot be pulled.
+    taints: of the nodes that it makes.
+    only_namespace: whose pods run; "": those of all.
     """
 
-    store: Store
+    store: "Store | RemoteStore"
     folder: Path
     pretends: bool = False
     missing_images: set[str] = field(default_factory=set)
     env: Mapping[str, str] = field(default_factory=dict)
+    taints: Sequence[Mapping[str, str]] = ()
+    only_namespace: str = ""
 
     def __post_init__(self) -> None:
-        self._lost: set[str] = set()
+        self._nodes: set[str] = set()
+        self.lost: set[str] = set()
         self._pods: dict[str, threading.Thread | None] = {}  # by uid
         self._logs: dict[tuple[str, str], Path] = {}
         self._ends = False
@@ -82,14 +90,16 @@ class Kubelet:
         has = {"cpu": cpu, "memory": memory, "pods": str(pods), **(more or {})}
         kind = self.store.kind("Node")
         all_labels = {"kubernetes.io/hostname": name, **(labels or {})}
-        body: Object = {"metadata": {"name": name, "labels": all_labels}, "spec": {}}
+        spec = {"taints": [dict(each) for each in self.taints]} if self.taints else {}
+        body: Object = {"metadata": {"name": name, "labels": all_labels}, "spec": spec}
         self.store.create(kind, "", body)
+        self._nodes.add(name)
         status = with_condition({"allocatable": has, "capacity": has}, "Ready", "True")
         self.store.patch(kind, "", name, {"status": status}, subresource="status")
 
     def lose_node(self, name: str) -> None:
         """Take a node's power: its pods die, and none but the node's controller says so."""
-        self._lost.add(name)
+        self.lost.add(name)
         kind = self.store.kind("Node")
         node = self.store.get(kind, "", name)
         status = with_condition(
@@ -104,6 +114,7 @@ class Kubelet:
 
     def remove_node(self, name: str) -> None:
         """Delete a lost node; its pods are collected, as a cloud's controllers do it."""
+        self._nodes.discard(name)
         self.store.delete(self.store.kind("Node"), "", name)
         for pod in self._pods_of(name):
             self._remove(pod)
@@ -127,9 +138,8 @@ class Kubelet:
         while not self._ends:
             self._changed.wait()
             self._changed.clear()
-            nodes = {node["metadata"]["name"] for node in self.store.all("Node")} - self._lost
-            for pod in self.store.all("Pod"):
-                if pod["spec"].get("nodeName") in nodes:
+            for pod in self.store.all("Pod", self.only_namespace):
+                if pod["spec"].get("nodeName") in self._nodes - self.lost:
                     self._attend(pod)
 
     def _attend(self, pod: Object) -> None:
@@ -548,7 +558,7 @@ class _PodRunner:
         return "deletionTimestamp" in self._now()["metadata"]
 
     def _is_lost(self) -> bool:
-        return self._pod["spec"]["nodeName"] in self._kubelet._lost
+        return self._pod["spec"]["nodeName"] in self._kubelet.lost
 
     def _say(self, states: list[Object]) -> None:
         reports = [

@@ -20,9 +20,14 @@ def program(folder: Path, code: str) -> LocalProgram:
 
 
 def next_event(made: LocalProgram) -> str:
-    said: list[str] = []
-    wait_until(lambda: said.append(made.look_after()) or said[-1])
-    return said[-1]
+    said = [""]
+
+    def has_happened() -> bool:
+        said[0] = made.look_after()
+        return bool(said[0])
+
+    wait_until(has_happened)
+    return said[0]
 
 
 def test_one_that_dies_again_and_again_is_given_up(tmp_path, monkeypatch):

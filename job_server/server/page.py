@@ -25,6 +25,7 @@ from job_server.sharing.forecast import foresee
 
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
+SHOWN_ENDED = 50  # jobs that have ended: each open page costs the server all of them, every 3 s
 REFRESH_S = 3
 CURVE_WIDTH, CURVE_HEIGHT = 400, 60  # of the loss curve and the timeline, in pixels
 _PASSES = 1000  # times jobs: what a forecast may cost the server, some 30 ms
@@ -36,12 +37,13 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
     now = service.now()
     jobs = [
         _job_context(status, service.last_events(status.job_id, SHOWN_EVENTS), now)
-        for status in service.statuses()
+        for status in service.statuses(SHOWN_ENDED)
     ]
     sharing = service.sharing()
     shares = {node.node_id: node for node in sharing.nodes}
     return {
         "jobs": jobs,
+        "more_jobs": max(0, len(service.job_ids()) - len(jobs)),
         "policy": sharing.policy,
         "queue": _queue_context(sharing),
         "has_users": len({job.user for job in sharing.jobs}) > 1,

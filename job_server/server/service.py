@@ -128,10 +128,19 @@ class JobService:
             bodies = [entry.status.poll(-1, 0).body for entry in self.engine.jobs.values()]
         return JsonReply(body=b'{"jobs":[' + b",".join(bodies) + b"]}")
 
-    def statuses(self) -> list[wire.JobStatus]:
-        """Return all jobs' statuses, for the page."""
+    def statuses(self, most_ended: int | None = None) -> list[wire.JobStatus]:
+        """Return the jobs' statuses, for the page.
+
+        Args:
+            most_ended: of those that have ended only the newest so many; None: all.
+        """
         with self.engine.lock:
-            jobs = [(entry.job, entry.status.revision) for entry in self.engine.jobs.values()]
+            entries = list(self.engine.jobs.values())
+            if most_ended is not None:
+                ended = [entry.spec.job_id for entry in entries if entry.state.ended]
+                left_out = set(ended[: max(0, len(ended) - most_ended)])
+                entries = [entry for entry in entries if entry.spec.job_id not in left_out]
+            jobs = [(entry.job, entry.status.revision) for entry in entries]
         return [job_types.job_status(job, self.now(), revision) for job, revision in jobs]
 
     def ask(self, job_id: str, event: Event) -> JsonReply:

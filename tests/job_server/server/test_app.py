@@ -643,6 +643,19 @@ def test_the_page_shows_jobs_stages_events_and_nodes(client):
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
 
 
+def test_of_many_jobs_that_have_ended_the_page_shows_the_newest(client, monkeypatch):
+    monkeypatch.setattr("job_server.server.page.SHOWN_ENDED", 2)
+    for job_id in ("old-1", "runs", "old-2", "old-3", "old-4"):
+        assert client.post("/api/v1/jobs", json={"job_id": job_id}).status_code == 201
+        if job_id != "runs":
+            client.post(f"/api/v1/jobs/{job_id}/stop")
+    page = client.get("/").text
+    assert [each in page for each in ("runs", "old-1", "old-2", "old-3", "old-4")] == [
+        True, False, False, True, True,
+    ]  # fmt: skip
+    assert "2 more that ended before" in page
+
+
 def test_the_page_draws_the_training_loss(client):
     submit(client)
     launchers = Launchers(client)

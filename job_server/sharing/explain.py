@@ -292,7 +292,7 @@ def _sooner(sharing: Sharing, job: SharedJob) -> list[str]:
         raised = _with(sharing, replace(job, priority=priority))
         decided = decide(raised)
         if decided[job.job_id].trainers:
-            running = [other.job_id for other in _running_jobs(sharing)]
+            running = [o.job_id for o in _running_jobs(sharing) if o.job_id in decided]
             stopped = [other for other in running if not decided[other].trainers]
             price = f"; {listed(stopped)} would wait meanwhile, and lose no step" if stopped else ""
             found.append(f"with --priority {priority} it would start now{price}")
@@ -342,10 +342,12 @@ def _facts_running(sharing: Sharing, job: SharedJob, outlook: Outlook) -> Facts:
 def _why_not_more(sharing: Sharing, job: SharedJob) -> str:
     if job.allotted >= job.max_pods:
         return "that is its most" if job.min_pods < job.max_pods else ""
-    decided = decide(sharing)[job.job_id].trainers
-    if decided > job.allotted:
-        return f"it is about to have {decided}"
     nodes = nodes_for(sharing, job)
+    if not nodes:
+        return "none of its nodes can be reached"
+    decided = decide(sharing).get(job.job_id)
+    if decided is not None and decided.trainers > job.allotted:
+        return f"it is about to have {decided.trainers}"
     left = _left(sharing, nodes)
     free = sum(each.slots for each in left)
     if free >= job.slots_per_pod:

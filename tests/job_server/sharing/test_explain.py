@@ -43,6 +43,22 @@ def test_what_would_let_it_start_sooner_is_what_the_policy_would_do():
     ]
 
 
+def test_a_job_that_runs_on_nodes_that_cannot_be_reached_is_explained():
+    sharing = cluster(shared_job("train", 4), nodes=(shared_node(alive=False),))
+    assert of(sharing, "train").endswith("runs with 4 pods (1 to 8) since 4 min; "
+                                         "none of its nodes can be reached")  # fmt: skip
+
+
+def test_who_is_being_paused_keeps_nobody_from_being_told_what_would_be_sooner():
+    pausing = replace(SECOND, state=JobState.PAUSING, nodes={"b": 4})
+    low = shared_job("low", 8, min_pods=8)
+    sharing = cluster(pausing, low, shared_job("train-c", min_pods=2))
+    sooner = [text for name, text in facts(sharing, "train-c") if name == "sooner"]
+    assert sooner == [
+        "with --priority 1 it would start now; low would wait meanwhile, and lose no step"
+    ]
+
+
 @pytest.mark.parametrize(
     ("jobs", "says"),
     [

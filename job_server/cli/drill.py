@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import JobServerError
+from job_server.api.errors import JobServerError, Retryable
 from job_server.api.text import counted, pause
 from job_server.api.wire import JobKind, JobState, JobStatus, Way
 
 LOOK_S = 0.2
+AWAY_S = 30.0  # for which a server is waited for that is to end the drain of a drill
 STAYS_S = 5.0  # a job that cannot leave for so long stays; until then a node may only be silent
 
 
@@ -66,10 +67,31 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
         wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")
         after = [_settled(api, job, wait_s, lambda job: True) for job in before]
     finally:
-        api.limit_node(node_id, limit)
+        _use_again(api, node_id, limit)
     if not before:
         return [f"no job has a pod on {node_id}: it would cost nothing"]
     return [f"{job.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
+
+
+def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:
+    """End the drain of a drill, also where the server is away for a moment.
+
+    Raises:
+        JobServerError: the node is drained for good; says how to end that.
+    """
+    deadline = time.monotonic() + AWAY_S
+    while True:
+        try:
+            api.limit_node(node_id, limit)
+        except Retryable as error:
+            if time.monotonic() >= deadline:
+                raise JobServerError(
+                    f"{node_id} is still drained, as the server does not answer; `edl capacity "
+                    f"{node_id} --slots {'all' if limit is None else limit}` ends that: {error}"
+                ) from error
+            time.sleep(LOOK_S)
+        else:
+            return
 
 
 def drill_job(api: ApiClient, job_id: str, wait_s: float) -> list[str]:

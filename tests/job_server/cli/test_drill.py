@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import JobServerError
+from job_server.api.errors import JobServerError, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, NodeStatus, StageRecord, Way
 from job_server.cli.drill import cost, drill_node, why_it_stays
 from job_server.training.machine import new_job
@@ -68,6 +68,7 @@ class Server:
             warnings=("node a is drained: an operator asked for it; there is no other place",),
         )
         self.looks_left = 1 << 30  # until it has left all the same
+        self.away = 0  # so many requests are not answered, from the first look at the jobs on
         self._node = node(self._job.pods[0].node_id)
 
     @property
@@ -76,7 +77,13 @@ class Server:
 
     def jobs(self) -> list[JobStatus]:
         self.looks_left -= 1
+        self._answer()
         return [self._job if self.looks_left > 0 else replace(self._job, pods=())]
+
+    def _answer(self) -> None:
+        if self.draining and self.away:
+            self.away -= 1
+            raise ServerAway("no answer")
 
     def status(self, _job_id: str) -> JobStatus:
         return self.jobs()[0]
@@ -90,6 +97,8 @@ class Server:
         ]  # fmt: skip
 
     def limit_node(self, _node_id: str, slots: int | None, *, drain: bool = False) -> None:
+        if self.draining:
+            self._answer()
         self.limit, self.draining = slots, "an operator asked for it" if drain else ""
 
 
@@ -119,3 +128,19 @@ def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():
     server.looks_left = 4
     (line,) = drill(server, 60.0)
     assert line.endswith(": it goes on as it was")
+
+
+def test_a_drill_ends_its_drain_though_the_server_was_away_meanwhile():
+    server = Server()
+    server.away = 4
+    with pytest.raises(JobServerError, match="no answer"):
+        drill(server, 60.0)
+    assert not server.draining
+
+
+def test_a_drill_that_cannot_end_its_drain_says_so(monkeypatch):
+    monkeypatch.setattr("job_server.cli.drill.AWAY_S", 0.0)
+    server = Server(limit=1)
+    server.away = 1 << 30
+    with pytest.raises(JobServerError, match=r"is still drained, .* --slots 1` ends that"):
+        drill(server, 60.0)

@@ -76,7 +76,12 @@ class LocalSession:
         with self._signals():
             try:
                 self._start()
-                status = self._watch()
+                try:
+                    status = self._watch()
+                except BrokenPipeError:  # as where `| tee log` has ended with its terminal
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    self._interrupts = max(self._interrupts, 1)
+                    status = self._watch()
                 self._keep_page()
                 self._end_programs()
             except LaunchError:
@@ -171,8 +176,15 @@ class LocalSession:
     # --- watch --------------------------------------------------------------------------------
 
     def _watch(self) -> JobStatus | None:
-        """Show the job until it ends; None: it was cut short."""
-        watch = JobWatch(self._connect, self._config.spec.job_id)
+        """Show the job until it ends; None: it was cut short.
+
+        Raises:
+            BrokenPipeError: nobody reads that any more.
+        """
+        with contextlib.closing(JobWatch(self._connect, self._config.spec.job_id)) as watch:
+            return self._follow(watch)
+
+    def _follow(self, watch: JobWatch) -> JobStatus | None:
         asked, shown = False, ""
         while True:
             watch.changed.wait(_LOOK_EVERY_S)

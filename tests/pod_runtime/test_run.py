@@ -36,7 +36,7 @@ def carrying(mark: str) -> list[int]:
 
 
 class Run:
-    def __init__(self, folder: Path, argv: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, argv: tuple[str, ...], output: int | None = None) -> None:
         self.mark = str(folder)
         self.log = folder / "console"
         with self.log.open("wb") as log:
@@ -44,7 +44,7 @@ class Run:
                 [sys.executable, "-m", "pod_runtime.run", *argv],
                 cwd=folder,
                 env={**os.environ, MARK: self.mark},
-                stdout=log,
+                stdout=log if output is None else output,
                 stderr=subprocess.STDOUT,
             )
 
@@ -75,8 +75,8 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     started: list[Run] = []
 
-    def start(*argv: str) -> Run:
-        started.append(Run(tmp_path, argv))
+    def start(*argv: str, output: int | None = None) -> Run:
+        started.append(Run(tmp_path, argv, output))
         return started[-1]
 
     yield start
@@ -249,6 +249,19 @@ def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
     page = (tmp_path / "edl_run" / "latest" / "status.html").read_text()
     assert "STOPPED" in page
     assert "http-equiv" not in page
+
+
+def test_a_run_that_nobody_listens_to_any_more_stops_the_job_in_order(run, tmp_path):
+    read, write = os.pipe()
+    with os.fdopen(read) as console:  # as a `| tee log` that ends with its terminal
+        job = run("--cpu_slots", "1", "--grace_s", "2", TOY, output=write)
+        os.close(write)
+        while "[rank 0] welcome" not in console.readline():
+            pass
+    os.kill(job.child("job_server"), signal.SIGKILL)  # something is to be said
+    assert job.process.wait(180) == 130
+    assert not job.left()
+    assert "STOPPED" in (tmp_path / "edl_run" / "latest" / "status.html").read_text()
 
 
 def test_a_second_ctrl_c_kills_and_leaves_nothing(run):

@@ -142,8 +142,10 @@ class TaskQueue:
         """Hand out a task.
 
         A pass is over for its readers when all tasks are read. One that a reader leaves behind
-        then, as it dies before it has used it, comes first in the next pass. Readers without passes
-        wait for nobody: those of a training wait for each other already.
+        then, as it dies before it has used it, comes first in the next pass. A reader that leaves
+        passes early gets ahead of the others: it reads what is left of the present one, for nobody
+        else may be there to do so. Readers without passes wait for nobody: those of a training wait
+        for each other already.
         """
         self._expire(now)
         self._take_from_predecessor(asked)
@@ -153,14 +155,13 @@ class TaskQueue:
             if not self._waiting:
                 self._begin_pass(self.pass_number + 1)
         else:
-            ahead = asked.pass_number - self.pass_number
-            if ahead < 0:
+            if asked.pass_number < self.pass_number:
                 return Lease(over=True)
-            if ahead <= 1 and not self._waiting and not self._reading:
-                if not ahead:
+            if not self._waiting and not self._reading:
+                if asked.pass_number == self.pass_number:
                     return self._over()
-                self._begin_pass(asked.pass_number)
-            if ahead > 1 or not self._waiting:
+                self._begin_pass(self.pass_number + 1)
+            if not self._waiting:
                 return self._wait(now)
         task = self._task(self._waiting[0])
         task = replace(

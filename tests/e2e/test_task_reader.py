@@ -1,7 +1,9 @@
 """A reader whose task is taken away, or whose files nobody can read, and readers in workers."""
 
+import contextlib
 import itertools
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,26 @@ def test_a_task_that_was_taken_away_is_not_said_to_be_done(server, tmp_path, cap
         assert int(next(records)[0]) == 10, "it goes on with another task"
         assert api.queue("q").now.done == 0
     records.close()
+
+
+def test_passes_that_are_left_early_hold_up_none_behind_them(server, tmp_path):
+    write_shards(([number] for number in range(40)), tmp_path, "numbers", 4)
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q", in_use=0)
+    read: list[list[int]] = []
+
+    def leave_each_pass_early() -> None:
+        for _ in range(5):
+            with contextlib.closing(reader()) as records:
+                read.append([int(row[0]) for row in itertools.islice(records, 12)])
+
+    thread = threading.Thread(target=leave_each_pass_early, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [len(each) for each in read] == [12] * 5
+    # Twelve records at a time: of the whole files that were read nothing came twice in a pass.
+    with server.api() as api:
+        status = api.queue("q")
+    assert status.passes[0].done == 10
 
 
 def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, tmp_path):

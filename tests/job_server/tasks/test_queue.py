@@ -88,7 +88,20 @@ def test_the_first_who_asks_for_the_next_pass_begins_it_once_the_one_before_is_o
         TaskCount(pass_number=0, done=1, records_once=4),
     )
     assert clerk.count() == TaskCount(pass_number=1, leased=1)
-    assert clerk.lease("c", 7).number is None, "nobody can be two passes ahead"
+    assert clerk.lease("c", 7).number is None, "also who is far ahead waits for the others"
+
+
+def test_who_leaves_passes_early_reads_on_where_the_queue_is():
+    clerk = Clerk(5)
+    read = []
+    for number in range(5):
+        for _ in range(2):
+            lease = clerk.lease("a", number)
+            read.append((lease.pass_number, lease.number))
+            clerk.report(lease, "a", done=True)
+    assert read == [(0, n) for n in range(5)] + [(1, n) for n in range(5)]
+    assert clerk.lease("b", 1).over
+    assert clerk.lease("b", 2).pass_number == 2
 
 
 def test_a_silent_reader_loses_its_task_and_one_that_reports_keeps_it():

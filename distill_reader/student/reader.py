@@ -62,6 +62,7 @@ class DistillReader:
         self._settings = ReaderSettings(ins=tuple(ins), predicts=tuple(predicts))
         self._generator: Any = None  # None: not set yet
         self._kind = ""  # "": not set yet
+        self._is_spent = False  # it is an iterator, and was iterated over
         self._services = Services()
 
     # --- teachers
@@ -364,7 +365,8 @@ class DistillReader:
     def set_sample_generator(self, reader: Any) -> Self:
         """Read from `reader`, which yields a tuple of fields per sample.
 
-        `reader` is a function that returns an iterator, called for every epoch, or an iterable.
+        `reader` is a function that returns an iterator, called for every epoch, or an iterable; an
+        iterator itself is for one epoch.
         """
         return self._set_generator(reader, "sample")
 
@@ -390,8 +392,15 @@ class DistillReader:
                 "reader: nothing to read; call set_sample_generator, set_sample_list_generator or "
                 "set_batch_generator first"
             )
+        if self._is_spent:
+            raise UsageError(
+                "reader: it was given an iterator, which can be read once, and this is a further "
+                "epoch: give a function that returns one, or a list"
+            )
         settings = with_environment(self._settings, os.environ)
-        return self._iterate(settings, self._services.sources(settings))
+        sources = self._services.sources(settings)
+        self._is_spent = hasattr(self._generator, "__next__")
+        return self._iterate(settings, sources)
 
     def print_config(self) -> None:
         """Print the settings, with environment variables applied."""
@@ -416,7 +425,7 @@ class DistillReader:
             raise UsageError(
                 f"reader: expected a function that returns an iterator, got {reader!r}"
             )
-        self._generator, self._kind = reader, kind
+        self._generator, self._kind, self._is_spent = reader, kind, False
         return self
 
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:

@@ -319,6 +319,16 @@ def test_what_does_not_fit_the_model_is_refused_by_teacher_and_tensor(make):
         next(iterator)
 
 
+def test_a_second_epoch_of_an_iterator_is_refused_and_not_empty(make):
+    reader = make(FakeTeacher("a:1"))
+    reader.set_batch_generator((image(1, 2), index) for index in range(3))
+    assert len(list(reader())) == 3
+    with pytest.raises(UsageError, match="an iterator, which can be read once"):
+        reader()
+    reader.set_batch_generator(iter([(image(1, 2), 0)]))
+    assert len(list(reader())) == 1
+
+
 def test_no_teacher_raises_or_skips(make):
     dead = FakeTeacher("a:1")
     dead.kill()

@@ -197,7 +197,8 @@ class LabelStore:
     ) -> int:
         """Store the rows that are not there yet; return how many were added.
 
-        None are added if the cache or the disk is full, or if another process holds the lock.
+        None are added if the cache or the disk is full, or if another process holds the lock. A row
+        with NaN is not stored: what went wrong may pass, and is asked for again.
         """
         with self._lock:
             if self._is_full or self._is_closed:
@@ -303,7 +304,7 @@ class LabelStore:
             return 0
         _, firsts = np.unique(keys, axis=0, return_index=True)
         new = np.sort(firsts)
-        new = new[self._index.find(mix(keys[new])) < 0]
+        new = new[(self._index.find(mix(keys[new])) < 0) & ~_has_nan(columns)[new]]
         item_bytes = layout.row_bytes + _KEY.itemsize
         new = new[: self._room_bytes(len(new) * item_bytes) // item_bytes]
         if not len(new):
@@ -408,6 +409,15 @@ def _fits(layout: RowLayout, columns: Sequence[Array]) -> bool:
         column.shape[1:] == shape and column.dtype.kind == np.dtype(dtype).kind
         for column, (dtype, shape) in zip(columns, layout.columns, strict=True)
     )
+
+
+def _has_nan(columns: Sequence[Any]) -> Any:
+    """Return for each row whether it has NaN."""
+    found = np.zeros(len(columns[0]), bool)
+    for column in columns:
+        if column.dtype.kind in "fc":
+            found |= np.isnan(column).reshape(len(column), -1).any(axis=1)
+    return found
 
 
 def _keys_of(records: Any) -> Keys:

@@ -18,7 +18,7 @@ import pytest
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
-from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher
+from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, double
 from tests.distill_reader.student.teacher_process import TeacherProcess
 from tests.support import ROOT
 
@@ -186,6 +186,21 @@ def test_labels_are_kept_as_the_teacher_said_them_whatever_the_consumer_does(mak
     for number, (*_, total) in enumerate(reader()):
         assert total[:, 0].tolist() == [6.0 * number, 6.0 * number]
     assert teacher.samples == 600
+
+
+def test_what_is_not_a_number_is_not_kept(make: Make, tmp_path: Path):
+    def compute(inputs: Any) -> Any:
+        total = double(inputs)["total"].copy()
+        total[1:2] = np.nan  # of a request for several samples
+        return {"total": total}
+
+    teacher = FakeTeacher("a:1", V1, compute)
+    reader = make(teacher).set_cache(tmp_path).set_batch_generator(lambda: batches([1, 2, 3]))
+    np.testing.assert_array_equal(totals(reader), [[6.0, np.nan, 18.0]])
+    assert teacher.samples == 3
+    for _ in range(2):
+        assert totals(reader) == [[6.0, 12.0, 18.0]]
+        assert teacher.samples == 4
 
 
 def test_labels_of_other_data_are_not_found_where_it_has_a_name(make: Make, tmp_path: Path):

@@ -27,7 +27,6 @@ class DynamicTeachers:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._pid = os.getpid()
         self._student: _DiscoveryStudent | None = None  # None: no iteration has begun yet
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -41,8 +40,6 @@ class DynamicTeachers:
         """
         addresses = registry_addresses(servers, "discovery_servers")
         require_packages(addresses)
-        if os.getpid() != self._pid:
-            self._pid, self._student = os.getpid(), None  # after fork: the thread is the parent's
         student = self._student
         if student is None or student.key != (servers, service):
             if student is not None:
@@ -116,7 +113,7 @@ class _DiscoveryStudent:
         lingers = True
         with self._lock:
             self._sources.discard(source)
-            if not self._sources and self._client is not None and os.getpid() == self._pid:
+            if not self._sources and self._client is not None:
                 timer = threading.Timer(LINGER_S, self._leave)
                 timer.daemon = True
                 timer.name = "edl-discovery-linger"

@@ -281,6 +281,12 @@ class _Reader:
                 raise self.wrong(key, f"expected texts, numbers, true or false, got {each!r}")
             if any(as_text(each) == as_text(other) for other in found):
                 raise self.wrong(key, f"{as_text(each)!r} comes twice")
+            if each in found:  # to Python and to Optuna: the second would never be tried
+                raise self.wrong(
+                    key,
+                    f"{as_text(each)!r} equals another choice, as 1, 1.0 and true do: write it as "
+                    "a text, in quotes",
+                )
             found.append(each)
         if len(found) < 2:
             raise self.wrong(key, "expected two choices at least; a fixed value goes into train.sh")

@@ -60,6 +60,8 @@ def foundations(owner: Object, spec: TrainingJobSpec, token: str) -> list[Manife
         | {
             "spec": {
                 "selector": {JOB_LABEL: job, ROLE_LABEL: "server"},
+                # There is no other one: a slow answer to a probe must not cut trainers off.
+                "publishNotReadyAddresses": True,
                 "ports": [{"name": "http", "port": PORT, "targetPort": PORT}],
             }
         },

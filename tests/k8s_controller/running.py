@@ -91,6 +91,13 @@ class LiveJob:
         """Delete a pod as `kubectl drain` does, with its grace."""
         self._cluster.store.delete(self._cluster.store.kind("Pod"), self._namespace, name)
 
+    def server_is_ready(self) -> bool:
+        """Whether its server's probes say yes, and it was not started again for saying no."""
+        store = self._cluster.store
+        pod = store.get(store.kind("Pod"), self._namespace, f"{self._name}-server")
+        (container,) = pod["status"]["containerStatuses"]
+        return bool(container["ready"]) and container["restartCount"] == 0
+
     def training(self) -> JobStatus:
         """Return what its job server says."""
         store = self._cluster.store

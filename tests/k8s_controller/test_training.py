@@ -56,6 +56,7 @@ def scale_drain_and_end(job: LiveJob, folder: Path, first: int, more: int, fewer
     job.delete_pod("digits-0")  # a drained node
     left = [f"digits-{index}" for index in range(1, fewer + 1)]
     wait_until(lambda: job.pods() == left and job.trains_with(fewer), 300, "drained")
+    wait_until(job.server_is_ready, 60, "a Service leads to its server only if it is ready")
     training = job.training()
     (folder / "end").touch()
     wait_until(lambda: job.status().get("phase") == "Succeeded", 300, "the end")

@@ -69,7 +69,7 @@ def test_a_link_opens_the_page_once_and_the_cookie_from_then_on(browser, service
 
 def test_the_cookie_opens_the_page_and_nothing_else(browser):
     browser.get(link(browser), base_url=HERE)
-    for path in ("/api/v1/jobs", "/api/v1/health", "/rest/1.0/get/query_pods", "/nothing"):
+    for path in ("/api/v1/jobs", "/api/v1/openapi.json", "/rest/1.0/get/query_pods", "/nothing"):
         assert status(browser, path) == 401
     for path in ("/api/v1/jobs/run/stop", "/api/v1/page_link"):
         assert browser.post(path, base_url=HERE).status_code == 401

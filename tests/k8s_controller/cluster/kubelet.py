@@ -237,6 +237,8 @@ class _Container:
     ready: bool = False
     probed_at: float = 0.0
     failures: int = 0
+    alive_at: float = 0.0  # when it is asked next whether it lives
+    dead: int = 0  # times that it did not say so, one after the other
     restart_at: float = 0.0
 
 
@@ -262,6 +264,10 @@ class _PodRunner:
             pass
         finally:
             self._kill_rest()
+            for each in self._containers:
+                if each.process is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        each.process.wait(_END_S)
         if not self._is_lost() and not self._kubelet._ends:
             self._kubelet._remove(self._pod)
 
@@ -353,6 +359,7 @@ class _PodRunner:
         each.process = self._start(each.spec, each.env)
         each.state = {"running": {"startedAt": now_text()}}
         each.ready, each.failures = "readinessProbe" not in each.spec, 0
+        each.alive_at, each.dead = time.monotonic() + _period_s(each, "livenessProbe"), 0
 
     def _look_after(self, each: _Container) -> None:
         if each.process is None:
@@ -371,6 +378,7 @@ class _PodRunner:
             if len(self._containers) == 1:
                 self._kill_rest()
             return
+        self._check_life(each)
         probe = each.spec.get("readinessProbe")
         if probe and time.monotonic() >= each.probed_at:
             each.probed_at = time.monotonic() + min(1.0, probe.get("periodSeconds", 10))
@@ -380,6 +388,16 @@ class _PodRunner:
                 each.failures += 1
                 if each.failures >= probe.get("failureThreshold", 3):
                     each.ready = False
+
+    def _check_life(self, each: _Container) -> None:
+        """Kill a container that says too often, one after the other, that it does not live."""
+        probe = each.spec.get("livenessProbe")
+        if probe is None or time.monotonic() < each.alive_at or each.process is None:
+            return
+        each.alive_at = time.monotonic() + _period_s(each, "livenessProbe")
+        each.dead = 0 if self._answers(each.spec, probe) else each.dead + 1
+        if each.dead >= probe.get("failureThreshold", 3):
+            each.process.kill()
 
     def _end(self) -> None:
         """Their hooks, SIGTERM to what the containers began with, and SIGKILL after the grace."""
@@ -570,6 +588,11 @@ class _PodRunner:
             self._kubelet._patch_status(
                 self._pod, _status(self._now(), reports) | {"podIP": self._address}
             )
+
+
+def _period_s(container: _Container, probe: str) -> float:
+    period: float = container.spec.get(probe, {}).get("periodSeconds", 10)
+    return period
 
 
 class _GoneError(Exception):

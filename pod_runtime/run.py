@@ -32,6 +32,7 @@ from job_server.api.wire import (
 )
 from pod_runtime.cgroups import usable_cores
 from pod_runtime.errors import LaunchError
+from pod_runtime.local.old_runs import KEEP_RUNS
 from pod_runtime.local.session import LocalSession, RunConfig
 
 _SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": ScriptKind.TRACE}
@@ -160,6 +161,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="each run has a folder in it",
     )
+    add(
+        "--keep_runs",
+        type=int,
+        default=KEEP_RUNS,
+        metavar="N",
+        help="folders of runs before the newest N (200) are deleted once nothing was written "
+        "there for 30 days, and no state is in them; 0: none",
+    )
     add("--job_id", default="run", metavar="NAME", help="name of the job (run)")
     add(
         "--take_over",
@@ -191,6 +200,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
     try:
         check_range("--slots_per_pod", args.slots_per_pod, 1, 4096)
         check_range("--heartbeat_s", args.heartbeat_s, 0.1, 3600)
+        check_range("--keep_runs", args.keep_runs, 0, 1_000_000)
         if args.cpu_slots is not None:
             check_range("--cpu_slots", args.cpu_slots, 1, 4096)
         spec, cpu_slots = _spec(args, environ)
@@ -208,6 +218,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(2)}",
         heartbeat_s=args.heartbeat_s,
         token=token,
+        keep_runs=args.keep_runs,
     )
 
 

@@ -21,6 +21,7 @@ from job_server.api.text import error_lines, printable, saving_text
 from job_server.api.wire import TRAIN_LOSS, JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
+from pod_runtime.local.old_runs import drop_old_runs
 from pod_runtime.local.output import TrainerOutput
 from pod_runtime.local.programs import LocalProgram
 from pod_runtime.local.view import JobWatch, patient_output, without_end
@@ -49,6 +50,7 @@ class RunConfig:
     heartbeat_s: float
     token: str  # of the server
     preload: str | None = None  # modules that spares import; None: only EDL's
+    keep_runs: int = 0  # folders of past runs beside this one's; 0: all
 
 
 class LocalSession:
@@ -125,6 +127,10 @@ class LocalSession:
         except OSError as error:
             raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
         show(f"logs and state in {folder}")
+        if self._config.keep_runs:
+            dropped = drop_old_runs(folder.parent, self._config.keep_runs, time.time())
+            if dropped:
+                show(f"deleted the folders of {len(dropped)} old runs (--keep_runs)")
 
     def _start(self) -> None:
         folder, spec = self._config.folder, self._config.spec

@@ -30,6 +30,7 @@ from job_server.training.accounting import (
     first_step,
     note_error,
     note_hang,
+    split_off,
     stand_still,
     update_record,
 )
@@ -81,14 +82,20 @@ def attached(work: Work, attach: Attach) -> None:
     _record_heartbeat(work, pod.pod_id, attach.snapshot)
     if pod.leaving:
         return
-    if attach.elastic and not work.job.elastic:
-        work.set(elastic=True)
+    _note_elastic(work, is_elastic=attach.elastic)
     _apply_numbers(work, attach)
     preparing = work.job.preparing
     if preparing is not None and not preparing.overlaps:
         _raise(work, preparing, pod.pod_id, PodStagePhase.READY)
     if attach.stage:
         _apply_phase(work, attach)
+
+
+def _note_elastic(work: Work, *, is_elastic: bool) -> None:
+    """Enter that a trainer has called the elastic loop: what was before that was no training."""
+    if is_elastic and not work.job.elastic:
+        work.set(elastic=True)
+        split_off(work, waiting_s=work.job.progress.account.training_s)
 
 
 def _apply_numbers(work: Work, attach: Attach) -> None:
@@ -157,8 +164,7 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     if pod.desired is DesiredState.HOLD:
         _apply_ended(work, pod_id, report)
         return
-    if report.elastic and not work.job.elastic:
-        work.set(elastic=True)
+    _note_elastic(work, is_elastic=report.elastic)
     if report.adapter not in ("", work.job.adapter):
         work.set(adapter=report.adapter)
     if report.kind is ReportKind.EXITED:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
+from job_server.api.wire import JobSpec, JobState, ReportKind, Resize, ScriptKind, ScriptSpec
 from job_server.cluster.placement import Cluster, NodeView
 from job_server.jobs.events import (
     NodesChanged,
@@ -20,7 +20,7 @@ from job_server.jobs.events import (
 )
 from job_server.training import changes, machine, views
 from job_server.training.job import MAX_RECORDS, Job
-from tests.job_server.world import World, ids, node, trains, world
+from tests.job_server.world import World, ids, node, tell, trains, world
 
 NOW = 1000.0
 NOBODY = Cluster()
@@ -161,6 +161,18 @@ def test_the_parts_of_the_account_add_up_to_the_wall_clock():
     account = views.job_status(made.job, made.now + 5, 1).account
     assert account.total_s == pytest.approx(made.now + 5 - made.job.submitted_at)
     assert min(account.training_s, account.cutting_over_s, account.paused_s) > 0
+
+
+def test_the_time_before_a_script_calls_the_elastic_loop_is_no_training():
+    made = trains(world(elastic=False))
+    made.rounds(40)  # its imports, and data that it builds first
+    before = made.status.account
+    assert before.training_s > 15
+    tell(made, "pod_0_0", ReportKind.LOADED, 1, elastic=True)
+    account = made.status.account
+    assert account.training_s == 0
+    assert account.waiting_s == pytest.approx(before.waiting_s + before.training_s)
+    assert account.total_s == pytest.approx(before.total_s)
 
 
 def test_a_clock_that_is_set_back_books_nothing_twice():

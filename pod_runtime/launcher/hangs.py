@@ -24,6 +24,7 @@ _WORDS = {
     Doing.BETWEEN: "between two epochs",
     Doing.EVALUATING: "in an evaluation",
     Doing.SAVING: "while it takes a snapshot or waits for a checkpoint",
+    Doing.DONE: "after its training was complete",
 }
 
 
@@ -82,7 +83,9 @@ def limit_s(seen: Seen, limits: HangLimits, step_s: float | None, *, busy: bool)
             return max(step, limits.evaluation_s)
         case Doing.SAVING:
             return max(step, limits.saving_s)
-        case Doing.PARKED | Doing.DONE:
+        case Doing.DONE:  # what its script does now is its own affair, if it does anything
+            return None if busy else limits.evaluation_s
+        case Doing.PARKED:
             return None
 
 
@@ -113,7 +116,8 @@ def heed(
     text = words(look, silence.silent_s, limit, busy=busy)
     if not silence.said:
         return replace(silence, said=True), Alarm(text=text, silent_s=silence.silent_s)
-    if not silence.acted and silence.silent_s >= ACT_TIMES * limit:
+    acts = look.seen.doing is not Doing.DONE  # it may serve its model, and wait for requests
+    if acts and not silence.acted and silence.silent_s >= ACT_TIMES * limit:
         return replace(silence, acted=True), Alarm(text=text, silent_s=silence.silent_s, act=True)
     return silence, None
 
@@ -130,6 +134,7 @@ def words(look: Look, silent_s: float, limit: float, *, busy: bool) -> str:
 def given_up(seen: Seen, now: float) -> str:
     """Return in words that a trainer hung when its stage was ended. "": it did not."""
     silent_s = now - seen.since
-    if silent_s < GIVEN_UP_S or seen.doing not in _WORDS or seen.doing is Doing.EXCHANGING:
+    waits = seen.doing in (Doing.EXCHANGING, Doing.DONE) or seen.doing not in _WORDS
+    if silent_s < GIVEN_UP_S or waits:
         return ""
     return f"no sign of life for {silent_s:.0f} s {_WORDS[seen.doing]}, when the stage was ended"

@@ -70,6 +70,8 @@ def test_1_2_3_trainers_that_hang_are_said_and_killed_and_their_jobs_go_on(
     folders.add("fails", hang_limits=SOON, hang_policy="fail")
     folders.write("says", f"{{toy}} --hold {hold}")
     folders.add("says", hang_limits=SOON, hang_policy="say")
+    folders.write("done", f"{{toy}} --steps 20 --linger {hold}")
+    folders.add("done", hang_limits=SOON)
     folders.wait_step("stopped")
     of_job(folders.trainers(), "stopped").suspend()
 
@@ -82,7 +84,9 @@ def test_1_2_3_trainers_that_hang_are_said_and_killed_and_their_jobs_go_on(
     assert "its hang_policy is fail" in failed.reason
     (warning,) = folders.of("says").warnings
     assert "hangs: no sign of life" in warning
+    folders.wait_said("done", "hangs: no sign of life", "after its training was complete")
     hold.unlink()
+    assert folders.wait_state("done", JobState.SUCCEEDED, JobState.FAILED).stage == 1
     for name in (*HANGS, "stopped", "says"):
         folders.wait_step(name, folders.of(name).step)
         status = folders.of(name)

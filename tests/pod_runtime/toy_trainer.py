@@ -3,7 +3,7 @@
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
                       [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
                       [--doing DOING] [--adapter MODULE] [--eat FILE] [--script FILE]
-                      [--start_when FILE]
+                      [--start_when FILE] [--slow SLOT] [--durable] [--linger FILE]
 """
 
 import argparse
@@ -36,6 +36,9 @@ parser.add_argument("--adapter", default="")
 parser.add_argument("--eat", help="once this file exists memory is taken without end")
 parser.add_argument("--script", help="its first line is taken out and executed after 50 steps")
 parser.add_argument("--start_when", help="it comes no further than its imports without this file")
+parser.add_argument("--slow", help="on that slot a step takes 40 ms, and the others wait for it")
+parser.add_argument("--linger", help="once done it stays while this file exists")
+parser.add_argument("--durable", action="store_true", help="it says that what it parks is on disk")
 args = parser.parse_args()
 
 while args.start_when and not os.path.exists(args.start_when):
@@ -112,7 +115,11 @@ if args.snapshot and rank == 0:
 
 while step < args.steps:
     activity.begin(Doing.STEPPING)
-    time.sleep(0.01)
+    is_slow = args.slow is not None and os.environ["EDL_SLOTS"] == args.slow
+    time.sleep(0.04 if is_slow else 0.01)
+    if args.slow is not None and not is_slow:
+        activity.begin(Doing.EXCHANGING)
+        time.sleep(0.03)
     if step == 5 and args.hold:
         activity.begin(Doing[args.doing])
         while os.path.exists(args.hold):
@@ -142,7 +149,7 @@ while step < args.steps:
     heard = hear_at_once()
     if heard.get("do") == "cut":
         step = 1000 + heard["id"]  # ranks of a toy cannot agree: the same for all
-        say("drained", step=step, id=heard["id"])
+        say("drained", step=step, id=heard["id"], durable="/toy" if args.durable else "")
         print("parked", heard, flush=True)
         activity.begin(Doing.PARKED)
         while hear()[0]["do"] != "resume":
@@ -150,3 +157,6 @@ while step < args.steps:
         print("resumed", flush=True)
 if rank == 0:
     say("done", step=step)
+activity.begin(Doing.DONE)
+while args.linger and os.path.exists(args.linger):
+    time.sleep(0.05)

@@ -62,11 +62,18 @@ def test_who_waits_for_the_others_may_do_so_for_as_long_as_any_of_them_may_be_si
     assert waits == 9000
 
 
-def test_who_is_parked_or_done_may_be_silent_for_ever():
-    for doing in (Doing.PARKED, Doing.DONE):
-        seen = replace(SEEN, doing=doing)
-        assert limit_s(seen, LIMITS, 0.1, busy=False) is None
-        assert look_for(20_000, doing=doing, every_s=100) == []
+def test_who_is_parked_may_be_silent_for_ever():
+    seen = replace(SEEN, doing=Doing.PARKED)
+    assert limit_s(seen, LIMITS, 0.1, busy=False) is None
+    assert look_for(20_000, doing=Doing.PARKED, every_s=100) == []
+
+
+def test_a_script_that_does_nothing_once_its_training_is_complete_is_said_and_never_killed():
+    """It may hang at its exit; or it serves its model, and waits for requests."""
+    ((at, alarm),) = look_for(20_000, doing=Doing.DONE)
+    assert (at, alarm.act) == (1800, False)
+    assert "after its training was complete" in alarm.text
+    assert look_for(20_000, doing=Doing.DONE, cpu_share=0.5) == []
 
 
 def test_a_busy_machine_is_no_alarm_as_waiting_for_a_processor_does_not_count():

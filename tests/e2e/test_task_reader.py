@@ -64,6 +64,19 @@ def test_passes_that_are_left_early_hold_up_none_behind_them(server, tmp_path):
     assert status.passes[0].done == 10
 
 
+def test_a_forked_worker_does_not_report_what_its_parent_was_given(server, tmp_path):
+    write_shards(([number] for number in range(30)), tmp_path, "numbers", 10)
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q")
+    with contextlib.closing(reader()) as records:
+        assert len(list(itertools.islice(records, 11))) == 11  # the first file is in use
+        worker = multiprocessing.get_context("fork").Process(target=lambda: next(reader()))
+        worker.start()
+        worker.join(60)
+        assert worker.exitcode == 0
+        with server.api() as api:
+            assert api.queue("q").now.done == 0
+
+
 def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, tmp_path):
     for number in range(3):
         (tmp_path / f"bad-{number}.npy").write_bytes(b"no array")

@@ -121,15 +121,16 @@ class CloudReader:
     """Reads by a task queue: each call is one pass. `cloud_reader` makes it."""
 
     def __init__(self, server: "_Server", name: str, read: Read, in_use: int) -> None:
-        self._server, self._name, self._read = server, name, read
+        self._server, self._name, self._read, self._in_use = server, name, read, in_use
         self._given = _Given(in_use)
         self._passes = itertools.count()
         self._ends_in = 0  # the process at whose end the last tasks are reported
 
     def __call__(self) -> Generator[Any, None, None]:
         """Yield this process's part of the next pass."""
-        if self._ends_in != os.getpid():  # a worker of a DataLoader forgets what its parent asked
-            self._ends_in = os.getpid()
+        if self._ends_in != os.getpid():
+            # What a parent process was given is not this worker's to report.
+            self._ends_in, self._given = os.getpid(), _Given(self._in_use)
             atexit.register(self._given.end)
         return self._records(next(self._passes), self._given)
 

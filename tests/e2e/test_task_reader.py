@@ -7,14 +7,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from edl import cloud_reader, write_shards
+from job_server.api.api_client import ApiClient
 from job_server.api.task_wire import LeaseAsked, TaskReport
 from pod_runtime.trainer.data.readers import ReadFrom
 from pod_runtime.trainer.errors import UsageError
 from tests.job_server.serving import ServerProcess, running_server
-from tests.support import wait_until
+from tests.support import standing_still, wait_until
 
 
 @pytest.fixture
@@ -75,6 +77,23 @@ def test_a_forked_worker_does_not_report_what_its_parent_was_given(server, tmp_p
         assert worker.exitcode == 0
         with server.api() as api:
             assert api.queue("q").now.done == 0
+
+
+def test_a_reader_that_is_left_waits_once_for_a_server_that_hangs(server, tmp_path, monkeypatch):
+    write_shards(([number] for number in range(30)), tmp_path, "numbers", 1)
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q")
+    records = reader()
+    assert len(list(itertools.islice(records, 20))) == 20
+    asked: list[object] = []
+
+    def connect(self: object) -> ApiClient:
+        asked.append(self)
+        return ApiClient(server.url, timeout_s=1.0)
+
+    monkeypatch.setattr("pod_runtime.trainer.data.cloud_reader._Server.connect", connect)
+    with standing_still([psutil.Process(server.process.pid)]):
+        records.close()
+    assert len(asked) == 1
 
 
 def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, tmp_path):

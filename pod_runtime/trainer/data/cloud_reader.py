@@ -202,8 +202,7 @@ class CloudReader:
                 logger.error("task %d cannot be read: %s", lease.number, error)
                 task.report(error=str(error))
             except BaseException:  # the script stops here, or fails
-                task.give_back()
-                given.give_back()
+                given.give_back(task)
                 raise
 
 
@@ -294,9 +293,12 @@ class _Given:
         except (ConnectionError, UsageError) as error:
             logger.warning("the last tasks may be read again: %s", error)
 
-    def give_back(self) -> None:
-        while self._tasks:
-            self._tasks.popleft()[1].give_back()
+    def give_back(self, present: "_Task") -> None:
+        """Give back the task that is read and those that are in use."""
+        answers = True  # a server that is away is waited for once, and not for each task
+        for task in (present, *(task for _, task in self._tasks)):
+            answers = task.give_back(says_so=answers)
+        self._tasks.clear()
 
     def _report_used(self) -> None:
         while self._tasks and self._tasks[0][0] + self._in_use <= self._records:
@@ -357,11 +359,18 @@ class _Task:
         if not self._server.call(lambda api: api.report_task(self._queue, report), timeout_s):
             logger.warning("%s: another reader reads it, too", self._lease.content)
 
-    def give_back(self) -> None:
-        """Let another read the task at once; without an answer it comes back after the lease."""
+    def give_back(self, *, says_so: bool) -> bool:
+        """Leave the task; it comes back after its lease, or at once if the server is told.
+
+        Returns:
+            Whether the server has answered.
+        """
         self._over.set()
-        with self._server.connect() as api, contextlib.suppress(JobServerError):
-            api.report_task(self._queue, self._report(give_back=True))
+        if says_so:
+            with self._server.connect() as api, contextlib.suppress(JobServerError):
+                api.report_task(self._queue, self._report(give_back=True))
+                return True
+        return False
 
     def _renew(self) -> None:
         with self._server.connect() as api:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pod_runtime.errors import SpawnError
+from pod_runtime.log_tail import cut_log
 from pod_runtime.processes import die_with_parent, may_raise_priority, set_priority
 from pod_runtime.spare import MARK
 
@@ -178,6 +179,8 @@ class Spares:
         """Start one more. Raises SpawnError."""
         room = " " * self._room
         log = self._log_dir / "spares.log"
+        with contextlib.suppress(OSError):  # it is not there yet, or the disk is full
+            cut_log(log)
         spare = Spare(self._new_mark(), (*self.preload, room), env, log)
         self._spares.append(spare)
         logger.info("warming a spare trainer (pid %d)", spare.process.pid)

@@ -1,5 +1,6 @@
 """Run the server and the client of `edl run` as children, and restart them when they die."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pod_runtime.errors import LaunchError
-from pod_runtime.log_tail import read_tail
+from pod_runtime.log_tail import LOG_BYTES, cut_log, read_tail
 from pod_runtime.processes import die_with_parent
 
 MAX_RESTARTS = 5  # in a row
@@ -36,11 +37,15 @@ class LocalProgram:
         self._process = self._start()
 
     def look_after(self) -> str:
-        """Restart it if it has died; return what happened in words, "" for nothing.
+        """Restart it if it has died, and cut its log where that has become too long.
+
+        Returns what happened in words, "" for nothing.
 
         Raises:
             LaunchError: it has died too often, or its command line was refused.
         """
+        with contextlib.suppress(OSError):  # the disk is full: tried again
+            cut_log(self.log, LOG_BYTES)
         code, lived_s = self._process.poll(), time.monotonic() - self._started_at
         if lived_s > HEALTHY_S:
             self._restarts = 0

@@ -40,6 +40,17 @@ def test_one_that_dies_again_and_again_is_given_up(tmp_path, monkeypatch):
     assert given_up.value.exit_code == 1
 
 
+def test_its_log_is_cut_when_it_has_become_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "LOG_BYTES", 1000)
+    made = program(tmp_path, "import time; print('x' * 2000, flush=True); time.sleep(600)")
+    try:
+        wait_until(lambda: made.look_after() == "" and (tmp_path / "log.1").exists())
+        assert (tmp_path / "log.1").read_text() == "x" * 2000 + "\n"
+        assert (tmp_path / "log").stat().st_size == 0
+    finally:
+        made.kill()
+
+
 def test_one_that_dies_now_and_then_is_started_again_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "PAUSE_S", 0.0)
     monkeypatch.setattr(programs, "HEALTHY_S", 0.0)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from job_server.sharing.allocate import Policy
-from k8s_controller import autoscale
+from k8s_controller.decisions import autoscale
+from k8s_controller.decisions.spec import KIND, Object
 from k8s_controller.kube_api import TROUBLES, KubeApi
 from k8s_controller.metrics import Metrics
-from k8s_controller.spec import KIND, Object
 
 logger = logging.getLogger(__name__)
 

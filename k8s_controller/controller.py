@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from job_server.api.errors import JobServerError
 from job_server.api.wire import JobSpec
-from k8s_controller import objects
-from k8s_controller import reconcile as steps
+from k8s_controller.decisions import objects
+from k8s_controller.decisions import reconcile as steps
+from k8s_controller.decisions.observed import ListedPod, Observed, belongs_to, observe_pods
+from k8s_controller.decisions.spec import KIND, Object, SpecError, parse
+from k8s_controller.decisions.status import Phase, TrainingJobStatus
 from k8s_controller.kube_api import TROUBLES, KubeApi, KubeError
 from k8s_controller.metrics import Metrics
-from k8s_controller.observed import ListedPod, Observed, belongs_to, observe_pods
 from k8s_controller.server_link import TrainingServer
-from k8s_controller.spec import KIND, Object, SpecError, parse
-from k8s_controller.status import Phase, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from k8s_controller.decisions.observed import time_text
 from k8s_controller.kube_api import TROUBLES, KubeApi
-from k8s_controller.observed import time_text
 
 logger = logging.getLogger(__name__)
 

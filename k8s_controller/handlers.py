@@ -12,9 +12,9 @@ import kopf
 from kubernetes.client import Configuration
 
 from k8s_controller.controller import Controller
+from k8s_controller.decisions.observed import JOB_LABEL
+from k8s_controller.decisions.spec import GROUP, PLURAL, VERSION, Object
 from k8s_controller.kube_api import load_config
-from k8s_controller.observed import JOB_LABEL
-from k8s_controller.spec import GROUP, PLURAL, VERSION, Object
 
 PREFIX = GROUP  # of annotations, if a handler that needs them is ever added
 

@@ -14,8 +14,8 @@ import kubernetes.config
 import urllib3
 import urllib3.exceptions
 
-from k8s_controller.observed import JOB_LABEL, belongs_to
-from k8s_controller.spec import API_VERSION, GROUP, KIND, PLURAL, VERSION, Object
+from k8s_controller.decisions.observed import JOB_LABEL, belongs_to
+from k8s_controller.decisions.spec import API_VERSION, GROUP, KIND, PLURAL, VERSION, Object
 
 CONNECT_S, ANSWER_S = 5.0, 30.0
 CONFLICTS_S = (0.01, 0.05, 0.2, 0.0)  # after writes that met another one; then it is an error

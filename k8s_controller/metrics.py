@@ -5,7 +5,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from k8s_controller.status import Phase, TrainingJobStatus
+from k8s_controller.decisions.status import Phase, TrainingJobStatus
 
 STUCK_S = 30.0  # its loop turns every second
 

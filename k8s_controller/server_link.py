@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import NotFound, Retryable
-from k8s_controller.observed import ServerView, server_view
+from k8s_controller.decisions.observed import ServerView, server_view
 
 TIMEOUT_S = 5.0
 

@@ -14,8 +14,8 @@ from job_server.api.wire import (
     JobStatus,
     Saved,
 )
-from k8s_controller.observed import ListedPod, TrainingNode
-from k8s_controller.spec import TrainingJobSpec, parse
+from k8s_controller.decisions.observed import ListedPod, TrainingNode
+from k8s_controller.decisions.spec import TrainingJobSpec, parse
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.support import ROOT
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from job_server.api.api_client import ApiClient
 from job_server.api.wire import JobStatus
-from k8s_controller.objects import PORT
+from k8s_controller.decisions.objects import PORT
 from tests.k8s_controller.cluster.cluster import Cluster
 from tests.k8s_controller.cluster.kinds import ApiError
 from tests.k8s_controller.cluster.remote import RemoteCluster

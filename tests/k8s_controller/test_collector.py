@@ -5,8 +5,8 @@ import json
 import pytest
 
 from edl.__main__ import main
-from k8s_controller.capacity import quantity
 from k8s_controller.collector import load_of
+from k8s_controller.decisions.capacity import quantity
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.k8s_controller.cluster.kinds import Object
 from tests.k8s_controller.test_manifests import read_all

@@ -6,8 +6,8 @@ from typing import Any
 import kubernetes.config
 import pytest
 
+from k8s_controller.decisions.spec import API_VERSION, KIND
 from k8s_controller.kube_api import KubeApi, KubeError
-from k8s_controller.spec import API_VERSION, KIND
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.k8s_controller.jobs import define_training_jobs, training_job
 

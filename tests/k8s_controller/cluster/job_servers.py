@@ -14,8 +14,8 @@ from aiohttp import web
 
 from job_server.api import wire
 from job_server.api.codec import from_json, to_json
-from k8s_controller.objects import PORT
-from k8s_controller.observed import JOB_LABEL, ROLE_LABEL, ListedPod, pod_view
+from k8s_controller.decisions.objects import PORT
+from k8s_controller.decisions.observed import JOB_LABEL, ROLE_LABEL, ListedPod, pod_view
 from tests.k8s_controller.cluster.kinds import Object
 from tests.k8s_controller.cluster.store import Store
 from tests.k8s_controller.jobs import job_status

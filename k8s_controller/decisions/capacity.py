@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from job_server.sharing.resources import NOTHING, NodeRoom, Resources
-from k8s_controller.spec import GPU, Object
+from k8s_controller.decisions.spec import GPU, Object
 
 _UNITS = {
     "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,

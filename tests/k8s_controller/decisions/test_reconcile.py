@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobState, Saved
-from k8s_controller import status as states
-from k8s_controller.observed import (
+from k8s_controller.decisions import status as states
+from k8s_controller.decisions.observed import (
     ListedPod,
     Observed,
     ServerView,
@@ -16,7 +16,7 @@ from k8s_controller.observed import (
     pod_view,
     time_text,
 )
-from k8s_controller.reconcile import (
+from k8s_controller.decisions.reconcile import (
     CloseNodes,
     MakeServer,
     MakeTrainer,
@@ -36,8 +36,8 @@ from k8s_controller.reconcile import (
     refuse,
     refused,
 )
-from k8s_controller.spec import TrainingJobSpec, parse
-from k8s_controller.status import Autoscale, Phase, TrainingJobStatus
+from k8s_controller.decisions.spec import TrainingJobSpec, parse
+from k8s_controller.decisions.status import Autoscale, Phase, TrainingJobStatus
 from tests.k8s_controller.jobs import (
     job_status,
     nodes_of,

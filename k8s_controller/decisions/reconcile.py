@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from job_server.api.wire import JobState
-from k8s_controller import status as states
-from k8s_controller.objects import STATE, selector
-from k8s_controller.observed import (
+from k8s_controller.decisions import status as states
+from k8s_controller.decisions.objects import STATE, selector
+from k8s_controller.decisions.observed import (
     UNSCHEDULABLE,
     ListedPod,
     Observed,
@@ -23,8 +23,8 @@ from k8s_controller.observed import (
     change_seconds,
     step_seconds,
 )
-from k8s_controller.spec import TrainingJobSpec
-from k8s_controller.status import Phase, TrainingJobStatus
+from k8s_controller.decisions.spec import TrainingJobSpec
+from k8s_controller.decisions.status import Phase, TrainingJobStatus
 
 GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
 PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from job_server.api.wire import JobState, Saved
-from k8s_controller import reconcile as steps
-from k8s_controller.observed import ListedPod, Observed, ServerView, TrainingNode
-from k8s_controller.spec import TrainingJobSpec
-from k8s_controller.status import Phase, TrainingJobStatus
+from k8s_controller.decisions import reconcile as steps
+from k8s_controller.decisions.observed import ListedPod, Observed, ServerView, TrainingNode
+from k8s_controller.decisions.spec import TrainingJobSpec
+from k8s_controller.decisions.status import Phase, TrainingJobStatus
 from tests.k8s_controller.jobs import job_status, parsed, pod, server_pod
 
 DRAIN_S = 40.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from job_server.sharing.allocate import JobView, Policy, allocate
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.sharing.speedup import fit
-from k8s_controller.capacity import Claim, add, requests_of, rooms, times, usable_nodes
-from k8s_controller.observed import (
+from k8s_controller.decisions.capacity import Claim, add, requests_of, rooms, times, usable_nodes
+from k8s_controller.decisions.observed import (
     JOB_LABEL,
     ROLE_LABEL,
     UNSCHEDULABLE,
@@ -21,8 +21,8 @@ from k8s_controller.observed import (
     pod_view,
     seconds,
 )
-from k8s_controller.spec import Object, SpecError, TrainingJobSpec, parse
-from k8s_controller.status import Autoscale, Phase, TrainingJobStatus
+from k8s_controller.decisions.spec import Object, SpecError, TrainingJobSpec, parse
+from k8s_controller.decisions.status import Autoscale, Phase, TrainingJobStatus
 
 UNPLACED_S = 60.0  # for so long the scheduler may look for a node
 RETRY_S = 600.0  # after which a job may have more pods than it has found nodes for

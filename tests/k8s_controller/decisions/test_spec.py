@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from job_server.api.failure_policy import FailureRule, Then
-from k8s_controller.spec import SpecError, parse
+from k8s_controller.decisions.spec import SpecError, parse
 from tests.k8s_controller.jobs import parsed, training_job
 
 

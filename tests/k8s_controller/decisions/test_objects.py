@@ -6,8 +6,8 @@ import pytest
 from kubernetes_validate import validate
 
 from job_server.server.nodes import NODES_PER_S
-from k8s_controller import objects
-from k8s_controller.spec import MAX_PODS, parse
+from k8s_controller.decisions import objects
+from k8s_controller.decisions.spec import MAX_PODS, parse
 from tests.k8s_controller.jobs import training_job
 from tests.k8s_controller.test_manifests import VERSIONS, restricted_by
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from job_server.api.wire import JobStatus, Sharing, Way
-from k8s_controller.spec import TRAINER
+from k8s_controller.decisions.spec import TRAINER
 
 Object = Mapping[str, Any]
 

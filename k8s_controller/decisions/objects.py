@@ -6,8 +6,15 @@ All pods keep the Pod Security standard "restricted": no root, no privileges, no
 from collections.abc import Mapping
 from typing import Any
 
-from k8s_controller.observed import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, UID_CHARS
-from k8s_controller.spec import API_VERSION, KIND, MAX_PODS, TRAINER, Object, TrainingJobSpec
+from k8s_controller.decisions.observed import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, UID_CHARS
+from k8s_controller.decisions.spec import (
+    API_VERSION,
+    KIND,
+    MAX_PODS,
+    TRAINER,
+    Object,
+    TrainingJobSpec,
+)
 
 Manifest = dict[str, Any]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self
 
-from k8s_controller.observed import seconds, time_text
-from k8s_controller.spec import Object
+from k8s_controller.decisions.observed import seconds, time_text
+from k8s_controller.decisions.spec import Object
 
 
 class Phase(Enum):

@@ -9,13 +9,13 @@ import pytest
 
 from job_server.sharing.policies import POLICIES
 from job_server.sharing.resources import Resources
-from k8s_controller import autoscale
 from k8s_controller.autoscaler import Autoscaler
-from k8s_controller.capacity import requests_of, usable_nodes
+from k8s_controller.decisions import autoscale
+from k8s_controller.decisions.capacity import requests_of, usable_nodes
+from k8s_controller.decisions.observed import time_text
+from k8s_controller.decisions.status import Autoscale, TrainingJobStatus
 from k8s_controller.kube_api import KubeApi, KubeError
 from k8s_controller.metrics import Metrics
-from k8s_controller.observed import time_text
-from k8s_controller.status import Autoscale, TrainingJobStatus
 
 NOW = 100_000.0
 Object = dict[str, Any]

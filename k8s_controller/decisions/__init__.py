@@ -1,0 +1,1 @@
+"""Decide what a TrainingJob needs, from what the API server lists. Pure."""

@@ -285,6 +285,11 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _submit(api: ApiClient, args: argparse.Namespace) -> None:
     status = api.submit(read_job(args))
+    if status.state.ended:  # the same job again is no error to the server
+        raise JobServerError(
+            f"{status.job_id} has ended ({status.state.value}) and stays so; `edl delete "
+            f"{status.job_id}` first, or give another --name"
+        )
     _show(status, args)
     if status.spec.share and not args.json:
         print(f"`edl explain {status.job_id}` says when it starts, and why")

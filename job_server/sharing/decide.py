@@ -284,8 +284,10 @@ def _waits_for(job: Job, states: Mapping[str, JobState], met: tuple[str, ...]) -
         if other in met:
             continue
         if state is None or state.ended:
-            what = "of which there is none any more" if state is None else f"which is {state.value}"
-            parts.append(f"{other}, {what}: submit it again, or stop this job")
+            what, remedy = "of which there is none any more", "submit it again"
+            if state is not None:
+                what, remedy = f"which is {state.value}", "delete it and submit it again"
+            parts.append(f"{other}, {what}: {remedy}, or stop this job")
         else:
             parts.append(other)
     return f"waits for the success of {'; of '.join(parts)}" if parts else ""

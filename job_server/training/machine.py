@@ -200,7 +200,10 @@ def _asked(work: Work, event: Event) -> None:
     job = work.job
     name = job.spec.job_id
     if job.state.ended:
-        raise RequestRefused(f"job_id: {name} has ended ({job.state.value}); submit it again")
+        raise RequestRefused(
+            f"job_id: {name} has ended ({job.state.value}); `edl delete {name}`, then submit it "
+            "again"
+        )
     match event:
         case ResizeAsked():
             _resize(work, event.resize)

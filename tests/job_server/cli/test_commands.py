@@ -414,6 +414,23 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         assert follow.result() in (0, 1)  # ended, or forgotten by then
 
 
+def test_a_job_that_has_ended_is_not_said_to_be_submitted(run):
+    assert run("submit", "--job_id", "over")[0] == 0
+    assert run("submit", "--job_id", "over")[0] == 0  # it is there: no error
+    assert run("stop", "over")[0] == 0
+    code, out = run("submit", "--job_id", "over")
+    assert code == 1
+    assert "over has ended (STOPPED) and stays so; `edl delete over` first, or" in out
+    code, out = run("resume", "over")
+    assert (code, "has ended (STOPPED); `edl delete over`, then submit it again" in out) == (
+        1,
+        True,
+    )
+    assert run("delete", "over")[0] == 0
+    assert run("submit", "--job_id", "over")[0] == 0
+    run("delete", "over")
+
+
 def test_what_a_script_wrote_does_not_move_the_cursor(server, run):
     with server.api() as api:
         api.submit(wire.JobSpec(job_id="colourful", max_failures=0))

@@ -252,7 +252,8 @@ def test_a_job_after_one_that_failed_says_so_and_waits(cluster):
     cluster.service.ask("first", StopAsked())
     cluster.run(20)
     assert cluster.status("second").reason == (
-        "waits for the success of first, which is STOPPED: submit it again, or stop this job"
+        "waits for the success of first, which is STOPPED: delete it and submit it again, or stop "
+        "this job"
     )
     with pytest.raises(BadRequest, match="after: job 'first' has STOPPED, so it never succeeds"):
         cluster.service.submit(cluster.shared_spec("x", after=("first",)))

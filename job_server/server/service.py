@@ -77,7 +77,8 @@ class JobService:
 
         Raises:
             WireError: its change script is wrong.
-            Conflict: the id is taken by another spec, or the service by another job of teachers.
+            Conflict: the id is taken by another spec, or by a job that is being deleted, or the
+                service by another job of teachers.
             BadRequest: it is shared, and could never start.
         """
         parse_script(spec.script, spec)
@@ -87,6 +88,10 @@ class JobService:
             if spec.job_id in engine.unreadable:
                 raise Conflict(unreadable_text(spec.job_id, engine.unreadable[spec.job_id]))
             if taken is not None:
+                if taken.forget:
+                    raise Conflict(
+                        f"job_id: {spec.job_id!r} is being deleted; submit it again once it is gone"
+                    )
                 if taken.spec != spec:
                     raise Conflict(
                         f"job_id: {spec.job_id!r} is taken by a job with another spec; "

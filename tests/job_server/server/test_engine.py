@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.errors import StoreTrouble
+from job_server.api.errors import Conflict, StoreTrouble
 from job_server.jobs.events import StopAsked
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -244,6 +244,21 @@ def test_jobs_that_have_ended_cost_nothing_when_nodes_and_pods_report(tmp_path, 
             assert set(looked_at) == {"digits"}
             assert set(service.engine.live) == {"digits"}
             assert len(service.job_ids()) == 21
+
+
+def test_a_job_that_is_being_deleted_is_not_taken_for_the_one_that_is_submitted():
+    with open_service() as service:
+        service.submit(SPEC)
+        service.register(cpu_node())
+        running = wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", pods=(running,)))
+        service.delete("digits")
+        assert service.job_ids() == ["digits"]  # its pod is still there
+        with pytest.raises(Conflict, match="'digits' is being deleted; submit it again once it is"):
+            service.submit(SPEC)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a"))
+        assert service.job_ids() == []
+        assert service.submit(SPEC).status == 201
 
 
 def test_an_old_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):

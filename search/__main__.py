@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except JobServerError as error:
         return _fail(str(error), 1)
+    except BrokenPipeError:  # as by `| head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open: exit flushes it
+        return _fail("nobody reads its output; start it again to go on with the study", 1)
     except KeyboardInterrupt:
         return _fail("the trials that run go on; start it again to go on with the study", 130)
 
@@ -65,13 +68,18 @@ def _run(
         )
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not lines
 
+    shown: list[str] = []  # on the terminal, without the line that was said last
+
     def show(progress: Progress) -> None:
         if live:
             rows = trials_table(spec, progress.trials, progress.jobs).splitlines()
-            _paint([summary(spec, progress.trials), "", *rows])
+            shown[:] = [summary(spec, progress.trials), "", *rows]
+            _paint(shown)
 
     def say(line: str) -> None:
-        if not live:
+        if live:
+            _paint([*shown, "", printable(line)])
+        else:
             print(printable(line), flush=True)
 
     home = folder or path.absolute().with_name(f"{spec.name}.study")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from optuna.exceptions import StorageInternalError
+
 from job_server.api.errors import Conflict, NotFound, Rejected, Retryable
 from job_server.api.wire import JobSpec, JobStatus, Sharing
 from search.decide import (
@@ -27,7 +29,7 @@ from search.decide import (
     promising,
     share_out,
 )
-from search.store import StudyStore
+from search.store import StudyStore, cause_of
 from search.study_file import StudySpec
 from search.text import values_text
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two passes
 _SETTLE_S = 30.0  # for which a trial whose pods have changed gives none to better ones
-_AWAY_S = 10.0  # how often it is said that the server is away
+_AWAY_S = 10.0  # how often it is said that the server is away, or the study's disk full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,10 @@ class Search:
         while True:
             try:
                 progress = self.step(say)
-            except Retryable as error:  # nothing is known meanwhile, so nothing is decided
+            except (Retryable, StorageInternalError) as error:
+                # Nothing is known, or can be kept, meanwhile: so nothing is decided.
                 if time.monotonic() >= silent_until:
-                    say(f"the job server does not answer; waiting: {error}")
+                    say(_waits_for(error))
                     silent_until = time.monotonic() + _AWAY_S
             else:
                 silent_until = 0.0
@@ -98,7 +101,12 @@ class Search:
             time.sleep(self._look_s)
 
     def step(self, say: Callable[[str], None]) -> Progress:
-        """Make one pass; raises as `run`, and Retryable: the server is away."""
+        """Make one pass; raises as `run`, and what `run` waits out.
+
+        Raises:
+            Retryable: the server is away.
+            StorageInternalError: the study's file cannot be read or written.
+        """
         trials = self._store.trials()
         jobs = self._jobs(trials)
         asked: list[int] = []
@@ -203,6 +211,12 @@ class Search:
                 except Rejected as error:  # it has just ended
                     logger.info("trial %d: not resized: %s", number, error)
                 self._resized_at[number] = now
+
+
+def _waits_for(error: Exception) -> str:
+    if isinstance(error, Retryable):
+        return f"the job server does not answer; waiting: {error}"
+    return f"the study cannot be kept now; waiting: {cause_of(error)}"
 
 
 def pods_for(sharing: Sharing, job_ids: set[str]) -> int:

@@ -4,6 +4,7 @@ Each change of a trial is one transaction of SQLite's. One `edl search` at a tim
 it holds a lock, which ends with its process.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Self
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState as OptunaState
+from sqlalchemy.exc import SQLAlchemyError
 
 from job_server.api.errors import ConfigError
 from search.decide import Trial, TrialState
@@ -65,9 +68,19 @@ class StudyStore:
             with self._lock as lock:
                 text = f"another `edl search` runs this study (pid {lock.read(20)})"
             raise ConfigError(f"{folder}: {text}") from None
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        try:
+            self._lock.truncate(0)
+            self._lock.write(str(os.getpid()))
+            self._lock.flush()
+            self._open_study(folder, spec)
+        except (OSError, SQLAlchemyError, StorageInternalError) as error:
+            with contextlib.suppress(OSError):  # of what is not written yet
+                self._lock.close()
+            why = cause_of(error)
+            raise ConfigError(f"{folder}: the study cannot be kept there: {why}") from None
+        self._id = str(self._study.user_attrs[_ID])
+
+    def _open_study(self, folder: Path, spec: StudySpec) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.sqlite'}")
         self._study = optuna.create_study(
@@ -88,7 +101,6 @@ class StudyStore:
         self._study.set_user_attr(_FIXED, known[_FIXED])
         if _ID not in known:
             self._study.set_user_attr(_ID, secrets.token_hex(3))
-        self._id = str(self._study.user_attrs[_ID])
 
     def close(self) -> None:
         self._storage.engine.dispose()
@@ -163,6 +175,13 @@ class StudyStore:
         study_id = self._storage.get_study_id_from_name(self._spec.name)
         found: int = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return found
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return what an error of Optuna's came from, such as SQLite's, without the queries' text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _trial(found: optuna.trial.FrozenTrial, of_study: Mapping[str, object]) -> Trial:

@@ -1,6 +1,13 @@
 """`edl search` as a command: what it refuses, and what it shows."""
 
+import errno
+import importlib
+import io
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -52,6 +59,45 @@ def test_a_search_without_a_server_says_how_to_start_one(file, capsys):
     assert code == 1
     assert "no job server of yours runs on this machine; `edl run` and scripts/start" in text
     assert not list(file.parent.glob("*.study")), "nothing was begun"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.fixture
+def away(file: Path, monkeypatch) -> Path:
+    """Have the only server away, and Ctrl-C pressed once the search waits for it."""
+    pytest.importorskip("optuna")
+    search = importlib.import_module("search.run")
+    monkeypatch.setenv("PADDLE_JOBSERVER", "http://127.0.0.1:9")
+    monkeypatch.setenv("TERM", "xterm")
+
+    def pressed(seconds: float) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "time", SimpleNamespace(sleep=pressed, monotonic=time.monotonic))
+    return file
+
+
+def test_a_search_says_on_a_terminal_too_that_it_waits_for_the_server(away, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert program.main([str(away)]) == 130
+    assert "the job server does not answer; waiting: " in terminal.getvalue()
+
+
+def test_a_search_whose_output_nobody_reads_says_how_to_go_on(away, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Unread())
+    assert refused(capsys, str(away)) == (
+        1, "edl search: nobody reads its output; start it again to go on with the study\n"
+    )  # fmt: skip
+    sys.stdout.close()
 
 
 def test_the_table_marks_the_best_trial_and_says_why_one_failed():

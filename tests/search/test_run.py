@@ -1,5 +1,6 @@
 """A study that is killed at any moment loses no trial, and counts none twice."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedN
 from search.decide import TrialState
 from search.study_file import Choice, PrunerSpec, StudySpec
 from tests.search.study import job, study
+from tests.support import nothing_writable
 
 optuna = pytest.importorskip("optuna")
 from search.run import Search  # noqa: E402 - they need it, too
@@ -243,3 +245,29 @@ def test_a_study_whose_first_trials_all_fail_ends(tmp_path):
     spec = study(metric="recall", trials=40, parallel=1)
     start(tmp_path, jobs, replace(spec, parameters=SPEC.parameters))
     assert len(jobs.made) == 3
+
+
+def test_a_study_whose_disk_is_full_waits_until_there_is_room(tmp_path, unharmed):
+    jobs, said = Jobs(epochs=3), list[str]()
+    with StudyStore(tmp_path, SPEC) as store, contextlib.ExitStack() as full:
+
+        def say(line: str) -> None:
+            said.append(line)
+            if line.startswith("trial 0: submitted"):
+                full.enter_context(nothing_writable())
+            elif "cannot be kept" in line:
+                full.close()
+
+        Search(SPEC, store, jobs, look_s=0.0).run(lambda progress: None, say)
+    assert any("the study cannot be kept now; waiting: " in line for line in said), said
+    assert results(tmp_path) == unharmed[0]
+    assert len(jobs.made) == len(set(jobs.made)) == SPEC.trials
+
+
+def test_a_study_that_cannot_be_kept_from_the_start_is_refused_with_the_reason(tmp_path):
+    with nothing_writable(), pytest.raises(ConfigError, match="cannot be kept there: "):
+        StudyStore(tmp_path, SPEC)
+    StudyStore(tmp_path, SPEC).close()
+    (tmp_path / "study.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="cannot be kept there: file is not a database"):
+        StudyStore(tmp_path, SPEC)

@@ -96,6 +96,13 @@ class Allotted:
     met: tuple[str, ...] = ()  # jobs that it was to wait for, and that have succeeded
 
 
+@dataclass(frozen=True, slots=True)
+class Preceded:
+    """A job for which this one waits has succeeded, and is about to be forgotten."""
+
+    job_id: str
+
+
 Event = (
     Tick
     | NodesChanged
@@ -111,4 +118,5 @@ Event = (
     | RunTimeStatic
     | Demanded
     | Allotted
+    | Preceded
 )

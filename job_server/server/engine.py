@@ -20,7 +20,14 @@ from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, StoreTro
 from job_server.cluster.placement import Cluster
 from job_server.cluster.quarantine import FORGIVEN_S, begin, lasting
 from job_server.jobs.clocks import moved_back
-from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
+from job_server.jobs.events import (
+    Event,
+    NodesChanged,
+    Preceded,
+    RequestRefused,
+    ServerRestarted,
+    Tick,
+)
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
@@ -178,16 +185,16 @@ class Engine:
     def start(self) -> None:
         """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
         with self.lock:
+            for entry in self.jobs.values():  # first, so that every job sees which slots are taken
+                self.derive(entry)
+                entry.was_away = not entry.state.ended
+            for entry in list(self.jobs.values()):
+                if entry.was_away:
+                    self._enter_bad_slots(entry)
+                    self._step_or_log(entry, Tick())
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
                     self.drop_or_retry(entry)
-            for entry in self.jobs.values():  # first, so that every job sees which slots are taken
-                self.derive(entry)
-            for entry in list(self.jobs.values()):
-                if not entry.state.ended:
-                    self._enter_bad_slots(entry)
-                    entry.was_away = True
-                    self._step_or_log(entry, Tick())
             self.share_wanted = True
             self.converge()
         self.timer_due = time.monotonic()
@@ -602,6 +609,8 @@ class Engine:
     def drop(self, entry: JobEntry) -> None:
         """Forget a job; later requests for it get a 404."""
         job_id = entry.spec.job_id
+        if entry.state is wire.JobState.SUCCEEDED:
+            self._tell_followers(job_id)
         self.store.delete_job(job_id)
         del self.jobs[job_id]
         self.live.pop(job_id, None)
@@ -616,6 +625,17 @@ class Engine:
                 known.plan.publish(self.plan_of(node_id))
         self.slots_moved = True
         logger.info("job %s: forgotten", job_id)
+
+    def _tell_followers(self, job_id: str) -> None:
+        """Have the jobs after this one know that it has succeeded, also those that are paused."""
+        for other in list(self.live.values()):
+            if job_id in other.spec.after:
+                try:
+                    self.apply(other, Preceded(job_id))
+                except StoreTrouble:
+                    raise
+                except Exception:  # its own trouble, which keeps nobody from forgetting this one
+                    logger.exception("job %s: a step failed", other.spec.job_id)
 
     def drop_unreadable(self, job_id: str) -> None:
         """Forget a job that was put aside; its clients stop its pods."""

@@ -20,6 +20,7 @@ from job_server.jobs.events import (
     NodeReported,
     NodesChanged,
     PauseAsked,
+    Preceded,
     RequestRefused,
     ResizeAsked,
     ResumeAsked,
@@ -57,7 +58,13 @@ from job_server.training.rules import (
     preparing_deadline,
     start_deadline,
 )
-from job_server.training.share import allot, limit_pods, patience_deadline, run_time_deadline
+from job_server.training.share import (
+    allot,
+    limit_pods,
+    note_met,
+    patience_deadline,
+    run_time_deadline,
+)
 from job_server.training.standby import standby_times
 from job_server.training.work import Work, client_silent_at, is_silent, silent_at
 
@@ -177,7 +184,9 @@ def _enter(work: Work, event: Event) -> None:
             _restarted(work)
         case Allotted() if not work.job.state.ended:
             allot(work, event)
-        case Allotted():
+        case Preceded() if not work.job.state.ended:
+            note_met(work, event.job_id)
+        case Allotted() | Preceded():
             pass
         case LauncherAttached() | LauncherReported() if work.job.state.ended or work.job.legacy:
             pass

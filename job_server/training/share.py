@@ -50,6 +50,13 @@ def allot(work: Work, event: Allotted) -> None:
     _drop_outgrown(work, allotment)
 
 
+def note_met(work: Work, job_id: str) -> None:
+    """Enter that one of `after` has succeeded: a job that pauses hears of no decision."""
+    share = work.job.share
+    met = tuple(each for each in work.job.spec.after if each in share.met or each == job_id)
+    work.set(share=replace(share, met=met))
+
+
 def _drop_outgrown(work: Work, allotment: Allotment) -> None:
     """Drop a change that takes slots which are no longer allotted, while that costs nothing."""
     stage, growth = work.job.preparing, work.job.growth

@@ -245,6 +245,19 @@ def test_a_job_starts_after_those_that_it_names_even_if_they_are_forgotten_since
     assert cluster.sizes()["third"] == 1
 
 
+def test_a_job_that_was_paused_while_another_succeeded_and_was_forgotten_starts(cluster):
+    cluster.add("first", 1, 1, steps=30)
+    cluster.add("second", 1, 1, after=("first",))
+    cluster.run(5)
+    cluster.service.ask("second", PauseAsked())
+    cluster.run(60)
+    assert cluster.status("second").state is JobState.PAUSED
+    cluster.service.delete("first")
+    cluster.service.ask("second", ResumeAsked())
+    cluster.run(20)
+    assert cluster.sizes()["second"] == 1
+
+
 def test_a_job_after_one_that_failed_says_so_and_waits(cluster):
     cluster.add("first", 1, 1)
     cluster.add("second", 1, 1, after=("first",))

@@ -69,7 +69,7 @@ class TaskService:
             taken = self._find(spec.name)
             if taken is None:
                 self._store.delete_task_queue(spec.name)  # of one that could not be read
-                stored = StoredQueue(spec=spec)
+                stored = StoredQueue(spec=spec, first_lease=int(self._now() * 1000))
                 self._store.save_tasks(spec.name, [], queue=(0, wire.encode(stored)))
                 taken = self._queues[spec.name] = TaskQueue.load(stored, (), self._now())
                 logger.info("task queue %s: %d tasks", spec.name, len(spec.tasks))

@@ -71,6 +71,7 @@ class StoredQueue:
     """What is stored of a queue, besides its tasks."""
 
     spec: TaskQueueSpec
+    first_lease: int = 0  # above those of a queue that had the name before
     pass_number: int = 0
     passes: tuple[TaskCount, ...] = ()  # those before
 
@@ -88,6 +89,7 @@ class TaskQueue:
     """One queue. Methods change it and note what is to be written; see `take_changes`."""
 
     spec: TaskQueueSpec
+    first_lease: int = 0
     pass_number: int = 0
     _counts: dict[int, TaskCount] = field(default_factory=dict)  # by pass, the present one too
     _tasks: dict[Key, Task] = field(default_factory=dict)  # what it lacks of this pass waits
@@ -101,7 +103,7 @@ class TaskQueue:
     @classmethod
     def load(cls, stored: StoredQueue, tasks: Iterable[Task], now: float) -> "TaskQueue":
         """Return the queue that was stored. Leases begin anew: nobody could report meanwhile."""
-        queue = cls(stored.spec)
+        queue = cls(stored.spec, stored.first_lease)
         queue._begin_pass(stored.pass_number)
         for task in sorted(tasks, key=lambda task: task.key):
             if task.pass_number < stored.pass_number:
@@ -134,7 +136,12 @@ class TaskQueue:
 
     def _stored(self) -> StoredQueue:
         before = (count for number, count in self._counts.items() if number < self.pass_number)
-        return StoredQueue(spec=self.spec, pass_number=self.pass_number, passes=tuple(before))
+        return StoredQueue(
+            spec=self.spec,
+            first_lease=self.first_lease,
+            pass_number=self.pass_number,
+            passes=tuple(before),
+        )
 
     # --- requests
 
@@ -188,6 +195,8 @@ class TaskQueue:
         task = self._tasks.get((report.pass_number, report.number))
         if task is None:
             return report.done and report.pass_number < self.pass_number  # said twice
+        if report.lease <= self.first_lease:  # of a queue that had the name before
+            return False
         is_its = task.worker == report.worker and task.lease == report.lease
         holds = is_its and task.phase is TaskPhase.LEASED
         if report.done:
@@ -256,7 +265,8 @@ class TaskQueue:
         self._passes_changed = True
 
     def _task(self, key: Key) -> Task:
-        return self._tasks.get(key) or Task(pass_number=key[0], number=key[1])
+        found = self._tasks.get(key)
+        return found or Task(pass_number=key[0], number=key[1], lease=self.first_lease)
 
     def _set(self, task: Task) -> None:
         key, before = task.key, self._task(task.key)

@@ -46,7 +46,7 @@ from job_server.sharing.overview import overview
 from job_server.sharing.policies import POLICIES
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
-from job_server.training.job import Job
+from job_server.training.core.job import Job
 from job_server.training.views import PodView
 
 logger = logging.getLogger(__name__)

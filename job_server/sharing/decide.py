@@ -16,8 +16,8 @@ from job_server.sharing.allocate import Allocation, JobView, Policy, allocate
 from job_server.sharing.job_types import AnyJob, slots_held
 from job_server.sharing.job_views import NodeUse, job_view, pod_needs
 from job_server.sharing.resources import NodeRoom, Resources
-from job_server.training.job import Job
-from job_server.training.share import count_by_node, finishes, is_refused
+from job_server.training.core.job import Job
+from job_server.training.rules.share import count_by_node, finishes, is_refused
 
 STUCK_PATIENCES = 3  # times prepare_timeout_s: slots that are not given back until then are in use
 UNLIMITED = 10**15  # what a node has of something that is not known

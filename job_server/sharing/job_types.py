@@ -17,9 +17,9 @@ from job_server.teachers import job as teacher_job
 from job_server.teachers import machine as teachers
 from job_server.teachers import views as teacher_views
 from job_server.teachers.job import TeacherJob, TeacherPod
-from job_server.training import job as training_job
 from job_server.training import machine, views
-from job_server.training.job import Job, TrainingPod
+from job_server.training.core import job as training_job
+from job_server.training.core.job import Job, TrainingPod
 from job_server.training.views import PodView
 
 AnyJob = Job | TeacherJob

@@ -8,8 +8,8 @@ from job_server.jobs.work import Goal
 from job_server.sharing.allocate import JobView
 from job_server.sharing.resources import Resources
 from job_server.sharing.speedup import fit
-from job_server.training.job import Job
-from job_server.training.share import count_by_node, home_of
+from job_server.training.core.job import Job
+from job_server.training.rules.share import count_by_node, home_of
 
 LATE_PATIENCES = 3  # times prepare_timeout_s: an allotment that is not reached until then is void
 SEEN_RECORDS = 50  # the newest stages, whose step times count

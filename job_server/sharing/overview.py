@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from job_server.api.wire import JobState, SharedJob, SharedNode, Sharing, SlotKind
 from job_server.sharing.job_types import AnyJob, job_status, slots_held
 from job_server.sharing.job_views import NodeUse, measured_step_s, most_pods, remaining_s
-from job_server.training.job import Job
+from job_server.training.core.job import Job
 
 
 def is_shared(job: AnyJob) -> bool:

@@ -20,10 +20,10 @@ from job_server.cluster.placement import (
 )
 from job_server.jobs.work import Goal
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
-from job_server.training.allocation import slots_of_leavers, slots_of_stayers
-from job_server.training.job import Job
-from job_server.training.rules import start_deadline
-from job_server.training.share import split
+from job_server.training.core.allocation import slots_of_leavers, slots_of_stayers
+from job_server.training.core.job import Job
+from job_server.training.rules.converge import start_deadline
+from job_server.training.rules.share import split
 
 Slots = dict[str, frozenset[int]]  # by node
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
-from job_server.training.accounting import update_record
-from job_server.training.allocation import lay_out, make_pods, slots_of_stayers
-from job_server.training.changes import is_due, scripted, skip_to, store_script_clock, why_not
-from job_server.training.job import MAX_RECORDS, TrainingPod
-from job_server.training.work import Work
+from job_server.training.core.accounting import update_record
+from job_server.training.core.allocation import lay_out, make_pods, slots_of_stayers
+from job_server.training.core.changes import is_due, scripted, skip_to, store_script_clock, why_not
+from job_server.training.core.job import MAX_RECORDS, TrainingPod
+from job_server.training.core.work import Work
 
 
 def begin_legacy(work: Work) -> None:

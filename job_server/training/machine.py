@@ -1,7 +1,7 @@
 """Run the state machine of a training: `step(job, event, now, cluster) -> (job, reason)`. Pure.
 
-An event is entered into the job (`reports`, `pod_exits`, `changes`), then the rules (`rules`)
-advance it until none applies. The caller of `step` writes the new job before anyone is notified;
+An event is entered into the job (`reports/`, `core.changes`), then the rules (`rules/`) advance it
+until none applies. The caller of `step` writes the new job before anyone is notified;
 what clients and launchers get is derived from it (`views`).
 """
 
@@ -31,10 +31,10 @@ from job_server.jobs.events import (
 )
 from job_server.jobs.pod_reports import missing_at
 from job_server.jobs.work import Goal
-from job_server.training import legacy, pod_exits, reports
-from job_server.training.accounting import accrue, name_state, script_runs
-from job_server.training.allocation import may_hold
-from job_server.training.changes import (
+from job_server.training import legacy
+from job_server.training.core.accounting import accrue, name_state, script_runs
+from job_server.training.core.allocation import may_hold
+from job_server.training.core.changes import (
     DUE_SLACK_S,
     SCRIPT_STORE_S,
     declare_deadline,
@@ -44,11 +44,11 @@ from job_server.training.changes import (
     resize,
     scripted,
 )
-from job_server.training.fencing import fenced_at
-from job_server.training.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
-from job_server.training.job import HaltPhase, Job, JobProgress, JobStage, same_but_progress
-from job_server.training.moves import lose
-from job_server.training.rules import (
+from job_server.training.core.job import HaltPhase, Job, JobProgress, JobStage, same_but_progress
+from job_server.training.core.moves import lose
+from job_server.training.core.work import Work, client_silent_at, is_silent, silent_at
+from job_server.training.reports import launcher_reports, pod_exits
+from job_server.training.rules.converge import (
     LOOP_S,
     converge,
     crash_deadline,
@@ -58,15 +58,16 @@ from job_server.training.rules import (
     preparing_deadline,
     start_deadline,
 )
-from job_server.training.share import (
+from job_server.training.rules.fencing import fenced_at
+from job_server.training.rules.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
+from job_server.training.rules.share import (
     allot,
     limit_pods,
     note_met,
     patience_deadline,
     run_time_deadline,
 )
-from job_server.training.standby import standby_times
-from job_server.training.work import Work, client_silent_at, is_silent, silent_at
+from job_server.training.rules.standby import standby_times
 
 ANNOUNCE_WAITING_S = 10.0  # a missing client is no news before
 
@@ -191,9 +192,9 @@ def _enter(work: Work, event: Event) -> None:
         case LauncherAttached() | LauncherReported() if work.job.state.ended or work.job.legacy:
             pass
         case LauncherAttached():
-            reports.attached(work, event.attach)
+            launcher_reports.attached(work, event.attach)
         case LauncherReported():
-            reports.reported(work, event.pod_id, event.report)
+            launcher_reports.reported(work, event.pod_id, event.report)
         case StopAsked() if work.job.state is JobState.STOPPED:
             pass
         case _:

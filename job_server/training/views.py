@@ -22,10 +22,10 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.jobs.work import Goal
-from job_server.training.accounting import account_at, is_live, live_hangs, script_runs
-from job_server.training.allocation import stage_ports, unsaved
-from job_server.training.changes import queued
-from job_server.training.job import (
+from job_server.training.core.accounting import account_at, is_live, live_hangs, script_runs
+from job_server.training.core.allocation import stage_ports, unsaved
+from job_server.training.core.changes import queued
+from job_server.training.core.job import (
     PHASES_WITH_CUT,
     HaltPhase,
     Job,

@@ -33,8 +33,8 @@ from job_server.server.engine import JobEntry
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.training import views
-from job_server.training.fencing import FENCE_MARGIN_S
-from job_server.training.job import Job
+from job_server.training.core.job import Job
+from job_server.training.rules.fencing import FENCE_MARGIN_S
 from tests.job_server.world import HEARTBEAT_S, Launcher, Run, SimPod, World, node
 
 TOTAL_STEPS = 30

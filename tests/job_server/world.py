@@ -46,8 +46,8 @@ from job_server.jobs.events import (
 )
 from job_server.jobs.work import Goal
 from job_server.training import machine, views
-from job_server.training.allocation import unsaved
-from job_server.training.job import HaltPhase, Job, JobStage, age, same_but_progress
+from job_server.training.core.allocation import unsaved
+from job_server.training.core.job import HaltPhase, Job, JobStage, age, same_but_progress
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0

@@ -9,7 +9,7 @@ from job_server.jobs.clocks import is_time, moved_back
 from job_server.jobs.events import Demanded, ServerRestarted
 from job_server.teachers import machine as teachers
 from job_server.teachers.job import TeacherJob
-from job_server.training.job import Job
+from job_server.training.core.job import Job
 from tests.job_server.serving import cpu_node
 
 # Numbers that are no times, and whose names do not end with _s as durations do.

@@ -19,9 +19,9 @@ from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing import job_types
 from job_server.sharing.job_types import AnyJob
-from job_server.training import rules
-from job_server.training.job import Announced, Job
-from job_server.training.work import Work
+from job_server.training.core.job import Announced, Job
+from job_server.training.core.work import Work
+from job_server.training.rules import converge
 from tests.job_server.serving import browse, cpu_node, open_service
 from tests.support import ROOT, wait_until
 
@@ -313,7 +313,7 @@ def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(mon
         service.submit(SPEC)
         service.submit(teachers("teachers", "soft"))
         before = client.get("/api/v1/jobs/digits").get_json()
-        monkeypatch.setattr(rules, "RULES", (*rules.RULES, _flip))
+        monkeypatch.setattr(converge, "RULES", (*converge.RULES, _flip))
         answer = client.post("/api/v1/jobs/digits/resize", json={"pods": 1})
         assert answer.status_code == 500
         service.register(cpu_node())  # all jobs look at it

@@ -12,8 +12,8 @@ from job_server.api.errors import BadRequest, Conflict, NotFound
 from job_server.api.text import slot_lines
 from job_server.jobs.events import KillAsked, ResizeAsked
 from job_server.server.service import JobService
-from job_server.training.job import BadSlot, Job
-from job_server.training.work import Work
+from job_server.training.core.job import BadSlot, Job
+from job_server.training.core.work import Work
 from tests.job_server.serving import cpu_node, open_service
 
 LOST = wire.SlotFault(name="gpu_lost", text="it has fallen off the bus")

@@ -12,7 +12,7 @@ from job_server.server.nodes import SmoothedLoad
 from job_server.sharing.decide import decide, rooms_of, why_never, why_not_after
 from job_server.sharing.job_views import NodeUse, measured_step_s, remaining_s
 from job_server.sharing.policies import Fulfilment
-from job_server.training.job import Job, Share, TrainingPod
+from job_server.training.core.job import Job, Share, TrainingPod
 from job_server.training.machine import new_job
 from tests.job_server.world import node, trains, world
 

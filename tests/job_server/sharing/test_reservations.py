@@ -16,7 +16,7 @@ from job_server.server.engine import Engine
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.reservations import reserve, shortage
-from job_server.training.job import Job
+from job_server.training.core.job import Job
 from job_server.training.machine import new_job, step
 from tests.job_server.serving import cpu_node
 

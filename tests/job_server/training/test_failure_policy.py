@@ -18,8 +18,8 @@ from job_server.api.wire import (
 from job_server.cluster.quarantine import is_grave
 from job_server.jobs.events import NodeReported
 from job_server.training import views
-from job_server.training.faults import Failure, judge, policy_of
-from job_server.training.job import Avoided
+from job_server.training.core.faults import Failure, judge, policy_of
+from job_server.training.core.job import Avoided
 from tests.job_server.world import World, records, tell, trains, world
 
 

@@ -9,9 +9,9 @@ import pytest
 from job_server.api.codec import WireError, decode, encode
 from job_server.api.failure_policy import FailedProcess
 from job_server.api.wire import JobState, Order, PodReport, RaisedError, ReportKind, TrainerError
-from job_server.training.accounting import count_failure
-from job_server.training.faults import Failure, fault_of, find_lasting, judge, normal
-from job_server.training.job import Cause, CauseKind, Fault
+from job_server.training.core.accounting import count_failure
+from job_server.training.core.faults import Failure, fault_of, find_lasting, judge, normal
+from job_server.training.core.job import Cause, CauseKind, Fault
 from tests.job_server.world import World, records, tell, trains, world
 
 WHO = "rank 1 (pod_1_0)"

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from job_server.api.wire import JobSpec, RankPace, ReportKind, WireError
-from job_server.training.pace import is_slow, lost
-from job_server.training.share import run_time_s
+from job_server.training.reports.pace import is_slow, lost
+from job_server.training.rules.share import run_time_s
 from tests.job_server.world import World, tell, trains, world
 
 

@@ -9,9 +9,9 @@ from job_server.api.wire import JobSpec, JobState
 from job_server.cluster.placement import Cluster
 from job_server.jobs.events import NodesChanged, Tick
 from job_server.training import machine, views
-from job_server.training.job import Announced, Job
+from job_server.training.core.job import Announced, Job
 from job_server.training.machine import ANNOUNCE_WAITING_S
-from job_server.training.rules import LOOP_S
+from job_server.training.rules.converge import LOOP_S
 from tests.job_server.world import World, trains, world
 
 ALONE = "trains alone on all the data"

@@ -20,7 +20,7 @@ from job_server.api.wire import (
 )
 from job_server.jobs.events import RequestRefused
 from job_server.training import views
-from job_server.training.job import same_but_progress
+from job_server.training.core.job import same_but_progress
 from tests.job_server.world import RUNNING, World, ids, node, records, tell, trains, world
 
 SUCCEEDED = JobState.SUCCEEDED

@@ -12,7 +12,7 @@ from job_server.jobs.events import (
     StopAsked,
 )
 from job_server.training import machine, views
-from job_server.training.job import same_but_progress
+from job_server.training.core.job import same_but_progress
 from tests.job_server.world import RUNNING, World, ids, records, tell, trains, world
 
 PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED

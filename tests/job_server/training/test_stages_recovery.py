@@ -24,8 +24,8 @@ from job_server.jobs.events import (
 )
 from job_server.jobs.retries import backoff_s
 from job_server.training import machine, views
-from job_server.training.accounting import count_failure
-from job_server.training.job import Cause, CauseKind, same_but_progress
+from job_server.training.core.accounting import count_failure
+from job_server.training.core.job import Cause, CauseKind, same_but_progress
 from tests.job_server.world import (
     HEARTBEAT_S,
     RUNNING,

@@ -11,7 +11,7 @@ from job_server.api import wire
 from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase
 from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
-from job_server.training.job import HaltPhase
+from job_server.training.core.job import HaltPhase
 from tests.job_server.world import World, node, records, trains, world
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED

@@ -18,8 +18,9 @@ from job_server.jobs.events import (
     StopAsked,
     Tick,
 )
-from job_server.training import changes, machine, views
-from job_server.training.job import MAX_RECORDS, Job
+from job_server.training import machine, views
+from job_server.training.core import changes
+from job_server.training.core.job import MAX_RECORDS, Job
 from tests.job_server.world import World, ids, node, tell, trains, world
 
 NOW = 1000.0

@@ -8,8 +8,9 @@ import pytest
 from job_server.api import wire
 from job_server.cluster.placement import Cluster, NodeView
 from job_server.jobs.events import Tick
-from job_server.training import changes, machine
-from job_server.training.standby import MOST_FAILURES, likely_failures
+from job_server.training import machine
+from job_server.training.core import changes
+from job_server.training.rules.standby import MOST_FAILURES, likely_failures
 from tests.job_server.world import RUNNING, World, node, records, trains, world
 
 

@@ -31,12 +31,12 @@ from job_server.jobs.pod_reports import (
     missing_text,
     without,
 )
-from job_server.training.accounting import note_error
-from job_server.training.allocation import avoid
-from job_server.training.faults import Failure, fault_of, judge, policy_of
-from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod, age
-from job_server.training.moves import let_go, lose, record_snapshot
-from job_server.training.work import Work, client_silent_at
+from job_server.training.core.accounting import note_error
+from job_server.training.core.allocation import avoid
+from job_server.training.core.faults import Failure, fault_of, judge, policy_of
+from job_server.training.core.job import Cause, CauseKind, JobStage, TrainingPod, age
+from job_server.training.core.moves import let_go, lose, record_snapshot
+from job_server.training.core.work import Work, client_silent_at
 
 
 def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:

@@ -10,10 +10,10 @@ from job_server.cluster.change_script import ScriptedChange, parse_script, pods_
 from job_server.cluster.placement import Cluster, explain_shortage, find_node
 from job_server.jobs.events import RequestRefused
 from job_server.jobs.work import Goal
-from job_server.training.allocation import able_to_train, find_sites, make_pods
-from job_server.training.job import HaltPhase, Job, JobStage, ManualChange
-from job_server.training.moves import begin, dismiss_standby
-from job_server.training.work import Work
+from job_server.training.core.allocation import able_to_train, find_sites, make_pods
+from job_server.training.core.job import HaltPhase, Job, JobStage, ManualChange
+from job_server.training.core.moves import begin, dismiss_standby
+from job_server.training.core.work import Work
 
 SHOWN_CHANGES = 10
 DUE_SLACK_S = 0.001  # sums of many short times are not exact

@@ -14,8 +14,8 @@ from job_server.api.wire import (
 )
 from job_server.jobs.retries import HEALTHY_S, backoff_s
 from job_server.jobs.work import Goal
-from job_server.training.faults import find_lasting
-from job_server.training.job import (
+from job_server.training.core.faults import find_lasting
+from job_server.training.core.job import (
     MAX_RECORDS,
     Budget,
     Cause,
@@ -25,7 +25,7 @@ from job_server.training.job import (
     Job,
     JobStage,
 )
-from job_server.training.work import Work
+from job_server.training.core.work import Work
 
 CLOCK_RUNS = frozenset(
     {JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER, JobState.RECOVERING}

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from statistics import median_low
 
 from job_server.api.wire import RankPace
-from job_server.training.accounting import split_off
-from job_server.training.job import Hang, JobStage
-from job_server.training.work import Work
+from job_server.training.core.accounting import split_off
+from job_server.training.core.job import Hang, JobStage
+from job_server.training.core.work import Work
 
 SLOW_TIMES = 2.0  # as long as the median computes, for a sample of its own
 SLOW_SHARE = 0.1  # of a step that the others lose by it, at least

@@ -25,7 +25,7 @@ from job_server.api.wire import (
 )
 from job_server.jobs.pod_reports import REASON_CHARS
 from job_server.jobs.work import Goal
-from job_server.training.accounting import (
+from job_server.training.core.accounting import (
     end_hang,
     first_step,
     note_error,
@@ -34,9 +34,9 @@ from job_server.training.accounting import (
     stand_still,
     update_record,
 )
-from job_server.training.changes import choose_way
-from job_server.training.faults import Failure, fault_of, judge, policy_of
-from job_server.training.job import (
+from job_server.training.core.changes import choose_way
+from job_server.training.core.faults import Failure, fault_of, judge, policy_of
+from job_server.training.core.job import (
     GONE,
     PHASES_WITH_CUT,
     STARTUP_ORDER,
@@ -46,7 +46,7 @@ from job_server.training.job import (
     JobStage,
     StagePod,
 )
-from job_server.training.moves import (
+from job_server.training.core.moves import (
     dismiss_leavers,
     fail_active,
     fail_preparing,
@@ -56,9 +56,9 @@ from job_server.training.moves import (
     record_snapshot,
     renumber,
 )
-from job_server.training.pace import note_paces
-from job_server.training.pod_exits import kind_of, launcher_exited, leave_slots, slot_events
-from job_server.training.work import Work
+from job_server.training.core.work import Work
+from job_server.training.reports.pace import note_paces
+from job_server.training.reports.pod_exits import kind_of, launcher_exited, leave_slots, slot_events
 
 MAX_ATTEMPTS = 10  # how often a stage may get new ports
 CURVE_POINTS = 100  # at most, of a job's loss curve

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from job_server.api.wire import PlanPod, SlotKind, Way
 from job_server.cluster.placement import Cluster, find_node, slots_to_leave
-from job_server.training.changes import choose_way, scripted
-from job_server.training.job import Job
-from job_server.training.moves import begin
-from job_server.training.work import Work
+from job_server.training.core.changes import choose_way, scripted
+from job_server.training.core.job import Job
+from job_server.training.core.moves import begin
+from job_server.training.core.work import Work
 
 STANDBY_AFTER_S = 5.0  # of undisturbed training before a standby is prepared
 MOST_FAILURES = 8  # each set costs the trainers a group: sockets, a thread, time

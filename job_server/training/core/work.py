@@ -5,7 +5,7 @@ from dataclasses import replace
 from job_server.api.wire import PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import StepWork
-from job_server.training.job import BadSlot, Job, JobStage, TrainingPod
+from job_server.training.core.job import BadSlot, Job, JobStage, TrainingPod
 
 MAX_BAD_SLOTS = 16
 

@@ -23,8 +23,8 @@ from job_server.api.wire import (
 from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
-from job_server.training.allocation import newest_in_memory, unsaved
-from job_server.training.job import (
+from job_server.training.core.allocation import newest_in_memory, unsaved
+from job_server.training.core.job import (
     GONE,
     TERMINATED,
     Halt,
@@ -34,7 +34,7 @@ from job_server.training.job import (
     ManualChange,
     TrainingPod,
 )
-from job_server.training.moves import (
+from job_server.training.core.moves import (
     abandon,
     cut_for_halt,
     fail_active,
@@ -44,8 +44,8 @@ from job_server.training.moves import (
     neutral,
     order_end,
 )
-from job_server.training.share import stays_after_all
-from job_server.training.work import Work, client_silent_at, is_silent
+from job_server.training.core.work import Work, client_silent_at, is_silent
+from job_server.training.rules.share import stays_after_all
 
 SAVE_AGAIN_S = 10.0  # between two rounds in which no client could write the state
 SAVE_STALL_S = 60.0  # without new bytes until a client that writes a state counts as stuck

@@ -25,7 +25,7 @@ from job_server.cluster.placement import (
 )
 from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
-from job_server.training.allocation import (
+from job_server.training.core.allocation import (
     choose_restore,
     find_movers,
     find_sites,
@@ -33,17 +33,14 @@ from job_server.training.allocation import (
     is_in_trainers_only,
     make_pods,
 )
-from job_server.training.changes import (
+from job_server.training.core.changes import (
     ask_again,
     choose_way,
     may_change,
     store_script_clock,
     take_next,
 )
-from job_server.training.evacuation import evacuate, evict_straggler, warn_of_shortage
-from job_server.training.fencing import count_fenced, fenced_at, lose_silent
-from job_server.training.halting import halt
-from job_server.training.job import (
+from job_server.training.core.job import (
     COMPLETED,
     GONE,
     TERMINATED,
@@ -52,7 +49,7 @@ from job_server.training.job import (
     JobStage,
     TrainingPod,
 )
-from job_server.training.moves import (
+from job_server.training.core.moves import (
     abandon,
     begin,
     commit,
@@ -66,9 +63,13 @@ from job_server.training.moves import (
     let_go,
     release_superseded,
 )
-from job_server.training.pod_exits import finish_unsupervised
-from job_server.training.reports import forget_retired
-from job_server.training.share import (
+from job_server.training.core.work import Work, client_silent_at
+from job_server.training.reports.launcher_reports import forget_retired
+from job_server.training.reports.pod_exits import finish_unsupervised
+from job_server.training.rules.evacuation import evacuate, evict_straggler, warn_of_shortage
+from job_server.training.rules.fencing import count_fenced, fenced_at, lose_silent
+from job_server.training.rules.halting import halt
+from job_server.training.rules.share import (
     follow,
     give_way,
     is_local,
@@ -79,9 +80,8 @@ from job_server.training.share import (
     stop_overdue,
     waiting_reason,
 )
-from job_server.training.standby import stand_by
+from job_server.training.rules.standby import stand_by
 from job_server.training.views import plain_warning, trainers
-from job_server.training.work import Work, client_silent_at
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers

@@ -5,10 +5,18 @@ from dataclasses import replace
 from job_server.api.wire import DesiredState, PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import Goal
-from job_server.training.allocation import may_hold
-from job_server.training.job import GONE, TERMINATED, Cause, CauseKind, Job, JobStage, TrainingPod
-from job_server.training.moves import lose
-from job_server.training.work import Work, is_silent, silent_pods
+from job_server.training.core.allocation import may_hold
+from job_server.training.core.job import (
+    GONE,
+    TERMINATED,
+    Cause,
+    CauseKind,
+    Job,
+    JobStage,
+    TrainingPod,
+)
+from job_server.training.core.moves import lose
+from job_server.training.core.work import Work, is_silent, silent_pods
 
 # Beyond `stop_after_s`. A client terminates its pods then and kills them 1 s later; where a shim
 # does not answer it takes 4 s, and a busy machine is slower.

@@ -1,7 +1,7 @@
 """Move a job from stage to stage: begin, abandon, fail, commit, end. Pure.
 
-Each function makes one move and keeps the records. `rules` decides when to make it, by what is
-true, and `reports` by what happened.
+Each function makes one move and keeps the records. `rules/` decide when to make it, by what is
+true, and `reports/` by what happened.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.jobs.work import Goal
-from job_server.training.accounting import (
+from job_server.training.core.accounting import (
     close_attempt,
     close_stage,
     count_failure,
@@ -24,14 +24,14 @@ from job_server.training.accounting import (
     stand_still,
     update_record,
 )
-from job_server.training.allocation import (
+from job_server.training.core.allocation import (
     choose_restore,
     is_local_on_all_nodes,
     is_superseded,
     lay_out,
     unsaved,
 )
-from job_server.training.job import (
+from job_server.training.core.job import (
     COMPLETED,
     GONE,
     STARTUP_ORDER,
@@ -44,7 +44,7 @@ from job_server.training.job import (
     TrainingPod,
     age,
 )
-from job_server.training.work import Work
+from job_server.training.core.work import Work
 
 GROW_RETRY_S = 30.0
 GROW_RETRY_CAP_S = 600.0

@@ -13,8 +13,8 @@ from job_server.cluster.placement import (
     place,
     slots_to_leave,
 )
-from job_server.training.job import Avoided, Job, JobStage, TrainingPod, age, occupied
-from job_server.training.work import Work, silent_pods
+from job_server.training.core.job import Avoided, Job, JobStage, TrainingPod, age, occupied
+from job_server.training.core.work import Work, silent_pods
 
 AVOID_S = 3600.0  # for so long a job avoids a slot on which something went wrong
 MAX_AVOIDED = 1000

@@ -13,12 +13,12 @@ from job_server.api.wire import Allotment, Order, Way
 from job_server.cluster.placement import find_node, slots_to_leave
 from job_server.jobs.events import Allotted, RequestRefused
 from job_server.jobs.work import Goal
-from job_server.training.accounting import CLOCK_RUNS
-from job_server.training.allocation import find_sites_on, make_pods, unsaved
-from job_server.training.changes import choose_way, may_change, why_not
-from job_server.training.job import Job, TrainingPod
-from job_server.training.moves import abandon, begin, dismiss_standby
-from job_server.training.work import Work, is_silent
+from job_server.training.core.accounting import CLOCK_RUNS
+from job_server.training.core.allocation import find_sites_on, make_pods, unsaved
+from job_server.training.core.changes import choose_way, may_change, why_not
+from job_server.training.core.job import Job, TrainingPod
+from job_server.training.core.moves import abandon, begin, dismiss_standby
+from job_server.training.core.work import Work, is_silent
 
 PATIENCE_S = 60.0  # how long a start or a growth waits for all that was allotted
 REFUSED_S = 600.0  # a job that could not be stopped is not asked again sooner

@@ -24,7 +24,7 @@ from job_server.api.failure_policy import (
 )
 from job_server.api.text import describe_exit
 from job_server.api.wire import JobSpec, RaisedError, TrainerError
-from job_server.training.job import Fault
+from job_server.training.core.job import Fault
 
 TEXT_CHARS = 600  # of an exception with its explanation
 LAST_LINES = 20  # of what a process wrote, in which patterns are looked for

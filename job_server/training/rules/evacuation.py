@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from job_server.cluster.placement import Site, slots_to_leave
 from job_server.jobs.work import Goal
-from job_server.training.accounting import is_live
-from job_server.training.allocation import avoid, avoided_slots, find_sites, make_pods
-from job_server.training.changes import ask_again, choose_way, may_change
-from job_server.training.job import JobStage, StagePod, TrainingPod
-from job_server.training.moves import begin, dismiss_standby, fail_preparing, let_go, neutral
-from job_server.training.work import Work
+from job_server.training.core.accounting import is_live
+from job_server.training.core.allocation import avoid, avoided_slots, find_sites, make_pods
+from job_server.training.core.changes import ask_again, choose_way, may_change
+from job_server.training.core.job import JobStage, StagePod, TrainingPod
+from job_server.training.core.moves import begin, dismiss_standby, fail_preparing, let_go, neutral
+from job_server.training.core.work import Work
 
 
 def evacuate(work: Work) -> None:

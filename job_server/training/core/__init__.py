@@ -1,0 +1,1 @@
+"""The training job as values, its accounts, and its moves from stage to stage. Pure."""

@@ -1,0 +1,1 @@
+"""Enter into a training job what launchers and clients report. Pure."""

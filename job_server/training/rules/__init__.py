@@ -1,0 +1,1 @@
+"""The rules that advance a training job. Pure."""

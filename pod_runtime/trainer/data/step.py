@@ -156,9 +156,14 @@ class Step(ABC):
         and with other random numbers.
 
         Raises:
-            UsageError: it is gone through again without an update.
+            UsageError: it is gone through again without an update, or with one optimizer.
         """
-        if len(self._all) > 1 and self._ranges and self._at == len(self._ranges):
+        if self._ranges and self._at == len(self._ranges):
+            if len(self._all) == 1:
+                raise UsageError(
+                    "step: `for batch in step:` begins again, and with one optimizer a step is one "
+                    "pass and one update; compute all losses in one loop over the batch"
+                )
             if not self._may_go_again:
                 raise UsageError(
                     "step: `for batch in step:` begins again without an update; call "

@@ -547,6 +547,19 @@ def test_a_loop_that_could_not_be_made_has_no_step():
     assert explain_error(ValueError("shape")) == ""
 
 
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_a_second_pass_over_the_batch_is_refused_with_one_optimizer(is_updated):
+    """It would be over nothing, and what its body does be left out in silence."""
+    loop, model = make()
+    step = next(iter(next(iter(loop.epochs()))))
+    for batch in step:
+        step.backward(model(batch).mean())
+    if is_updated:
+        step.update()
+    with pytest.raises(elastic.UsageError, match="begins again, and with one optimizer"):
+        next(iter(step))
+
+
 def test_calls_at_the_wrong_time_are_named():
     loop, model = make()
     epoch = next(iter(loop.epochs()))

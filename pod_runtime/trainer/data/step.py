@@ -328,6 +328,8 @@ class Step(ABC):
             if not self._again:
                 self.samples_done += self._shard_samples
             self._framework.step.end_shard()
+            if self._is_watched:
+                self._framework.step.check_shard()
             if self._before and self._at == len(self._ranges):
                 self._check_unchanged()
 

@@ -218,7 +218,16 @@ class BaseState(ABC):
         }
         if of_model:
             self._buffers.take_back()
-            found |= {name: self._tensor_tools.norm(each) for name, each in self._model_tensors()}
+            norm = self._tensor_tools.norm
+            found |= {name: norm(each) for name, each in self._model_tensors()}
+            # Numbers and arrays of the script's own may be a rank's; a moving average may not. One
+            # number for all, as a rank may have an object that the others lack.
+            leaves = [
+                each for name, thing in self._extra.items() for each in nested(name, thing).values()
+            ]
+            found["an object in extra="] = sum(
+                norm(each) for each in leaves if hasattr(each, "detach")
+            )
         return found
 
     # --- taking it over

@@ -5,10 +5,13 @@ rather than write into it. The state and the merging of shards know the tensors 
 so what stands in their place is copied into them, and they are put back.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from pod_runtime.trainer.errors import UsageError
+
+_SMALL = 8  # elements of a buffer, below which it may change in any way
 
 
 class OwnBuffers:
@@ -82,4 +85,32 @@ def check_unset(named: Iterable[tuple[str, Any]], changed: Collection[int]) -> N
             f"which puts there what the shards have made of it; set it before them, or after the "
             f"update. A forward pass there changes buffers as well: make it in loop.evaluate, or "
             f"in evaluation mode"
+        )
+
+
+def is_written_in_part(changed: int, shape: Collection[int], *, is_float: bool) -> bool:
+    """Whether a shard has written into a part of a buffer, by how many elements it changed.
+
+    Running statistics move as a whole, but for channels of a batch norm that are always zero.
+    """
+    size = math.prod(shape)
+    return size >= _SMALL and 0 < 2 * changed < size and (len(shape) > 1 or not is_float)
+
+
+def check_whole(named: Iterable[tuple[str, Any]], in_part: Collection[int]) -> None:
+    """Check that no shard has written into a part of a buffer.
+
+    Args:
+        in_part: ids of those into which the newest shard did.
+
+    Raises:
+        UsageError: it has, as into a queue of past batches.
+    """
+    names = [name for name, each in named if id(each) in in_part]
+    if names:
+        raise UsageError(
+            f"model: a forward pass writes into a part of its buffer {names[0]}, as into a queue "
+            f"or a memory of past batches. Each shard does that from the same values, and a buffer "
+            f"moves by the mean of what they change: it would hold something else. Fill such a "
+            f"buffer after step.update(), from what all trainers have"
         )

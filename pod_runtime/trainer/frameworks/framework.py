@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pod_runtime.trainer.frameworks.beside import Beside
 from pod_runtime.trainer.layout import StateLayout
 
 
@@ -121,7 +122,8 @@ class FrameworkState(Protocol):
     def fingerprints(self, *, of_model: bool) -> dict[str, float]:
         """Return numbers that are the same on all ranks as long as their states are.
 
-        By what they are of: the optimizers' plain part, and each of the model's tensors.
+        By what they are of: the optimizers' plain part; with `of_model`, each of the model's
+        tensors, and all of those in `extra`.
         """
 
     def uncarried_changes(self) -> list[str]:
@@ -155,6 +157,9 @@ class FrameworkStep(Protocol):
 
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
+
+    def check_shard(self) -> None:
+        """See that this shard can be put together with others. Raises UsageError."""
 
     def check_buffers(self) -> None:
         """See that none was set since then: `apply` would put it back. Raises UsageError."""
@@ -262,5 +267,6 @@ class Framework:
     terms: Callable[[], dict[str, Any]]
     group: FrameworkGroup
     state: FrameworkState
+    beside: Beside
     step: FrameworkStep
     data: FrameworkData

@@ -78,6 +78,9 @@ class SeveralOptimizers:
     def end_shard(self) -> None:
         self._parts[0].end_shard()
 
+    def check_shard(self) -> None:
+        self._parts[0].check_shard()
+
     def check_buffers(self) -> None:
         self._parts[0].check_buffers()
 

@@ -553,8 +553,9 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
-            # The first call remembers what the model is like.
+            # The first call remembers what the model is like, and what is beside it.
             self._framework.state.uncarried_changes()
+            self._framework.beside.changed(copies=True)
         if self._steps is None:
             self._changes.note()
             yield from self._warm_up()
@@ -775,9 +776,16 @@ def explain_error(error: BaseException) -> str:
 
     A body that passes alone, where the shard is the whole batch, fails where it takes the batch
     size for the size of what it has. One with two losses fails where both are of one forward pass.
+    What follows an epoch may run where no step of it was made.
     """
     loop = Loop._newest
     step = None if loop is None else loop._open_step
+    epoch = None if loop is None or loop._steps is None else loop._epoch
+    if isinstance(error, NameError) and epoch is not None and step is None and not len(epoch):
+        return (
+            f"this process goes on after the last step of epoch {epoch.number}, which another one "
+            f"made: what only the body of `for step in epoch:` sets is not there; set it before"
+        )
     if step is not None and _GRAPH_IS_GONE.search(str(error)):
         return (
             "step.backward(loss) frees what its loss was computed by: add up losses that have a "

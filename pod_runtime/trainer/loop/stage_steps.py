@@ -95,6 +95,8 @@ class StageSteps:
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
         if result.request.snapshot or is_over or is_first:
             self._check_script()
+            if is_over or is_first:
+                self._check_beside(is_first=is_first)
             # Of several optimizers a rank may have left out one, which the next exchange says:
             # nothing else may be exchanged in its place.
             if is_over or len(stage.framework.step.optimizers) == 1:
@@ -199,6 +201,26 @@ class StageSteps:
                 "starts later builds model and optimizer without that; do it before the loop",
                 shortened(changes),
             )
+
+    def _check_beside(self, *, is_first: bool) -> None:
+        """See that nothing trains beside the loop that no state carries.
+
+        Raises:
+            UsageError: something does, and the training has just begun.
+        """
+        changed = self.stage.framework.beside.changed(copies=is_first)
+        if not changed:
+            return
+        text = (
+            f"{shortened(changed)}: it changes as the training goes on, and no state carries it: a "
+            f"trainer that starts later has it as the script builds it. Pass what it belongs to "
+            f"in extra={{...}}, frozen (a moving average, a target network), or to the loop with "
+            f"its optimizer; what shall not change (a teacher) is put into evaluation mode"
+        )
+        if is_first:
+            raise UsageError(text)
+        if self.stage.member.rank == 0:
+            logger.warning("%s", text)
 
 
 class TrainingStep(Step):

@@ -5,6 +5,7 @@ from typing import Any
 
 from paddle import nn
 
+from pod_runtime.trainer.frameworks.beside import Beside
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
 from pod_runtime.trainer.frameworks.paddle.checks import (
     check_arguments,
@@ -15,6 +16,7 @@ from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers, traine
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState, terms_of
 from pod_runtime.trainer.frameworks.paddle.step import PaddleStep
+from pod_runtime.trainer.frameworks.paddle.tensors import address, norm
 from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 
@@ -78,6 +80,7 @@ def paddle_framework(
         terms=lambda: terms_of(model, optimizers, on_host=on_host),
         group=group,
         state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),
+        beside=Beside(models, extra or {}, nn.Layer, address=address, norm=norm),
         step=step,
         data=PaddleData(),
     )

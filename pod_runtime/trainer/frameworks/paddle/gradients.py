@@ -8,7 +8,7 @@ import paddle
 from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.buffers import OwnBuffers, is_written_in_part
 from pod_runtime.trainer.frameworks.paddle.flat import (
     DeviceFlat,
     Flat,
@@ -98,6 +98,19 @@ class ShardBuffers:
                 now = tensor.detach().astype(start.dtype).flatten()
                 before = start.tensor[offset : offset + size]
                 if size and not paddle.allclose(now, before, 0.0, 0.0, equal_nan=True):
+                    found.add(id(tensor))
+        return found
+
+    def written_in_part(self) -> set[int]:
+        """Return the ids of the buffers into a part of which the newest shard has written."""
+        found = set()
+        for tensors, slices, start, now, total in self._groups:
+            before, after = start.values(0, total), now.values(0, total)
+            for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
+                part = slice(offset, offset + size)
+                changed = int((before[part] != after[part]).sum()) if size else 0
+                is_float = tensor.is_floating_point()
+                if is_written_in_part(changed, tensor.shape, is_float=is_float):
                     found.add(id(tensor))
         return found
 

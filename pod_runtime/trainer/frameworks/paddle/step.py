@@ -7,7 +7,7 @@ from typing import Any
 import paddle
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.buffers import check_unset
+from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
 from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
@@ -72,6 +72,9 @@ class PaddleStep:
 
     def end_shard(self) -> None:
         self._buffers.end_shard()
+
+    def check_shard(self) -> None:
+        check_whole(self._model.state_dict().items(), self._buffers.written_in_part())
 
     def check_buffers(self) -> None:
         changed = self._buffers.changed_since_shard()

@@ -67,6 +67,13 @@ def norm(tensor: Any) -> float:
     return sum((float(each.abs().sum()) for each in pieces), 0.0)
 
 
+def address(value: Any) -> int | None:
+    """Return where a tensor's values are; None: it is no tensor, or has no values."""
+    if not issubclass(type(value), paddle.Tensor) or not value.is_dense() or value.is_complex():
+        return None
+    return value.data_ptr() or None if value._is_initialized() else None
+
+
 def make_tensor(source: Any, spec: StateTensor) -> Any:
     """Return a copy of these bytes as a tensor."""
     piece = source[spec.offset : spec.offset + spec.size_bytes]

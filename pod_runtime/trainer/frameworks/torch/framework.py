@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pod_runtime.trainer.frameworks.beside import Beside
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
 from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
@@ -19,6 +20,7 @@ from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
 from pod_runtime.trainer.frameworks.torch.group import TorchGroup
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
+from pod_runtime.trainer.frameworks.torch.tensors import address, norm
 
 
 def import_the_rest() -> None:
@@ -87,6 +89,7 @@ def torch_framework(
         terms=lambda: terms_of(model, optimizers, device),
         group=group,
         state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),
+        beside=Beside(models, extra or {}, nn.Module, address=address, norm=norm),
         step=step,
         data=TorchData(device),
     )

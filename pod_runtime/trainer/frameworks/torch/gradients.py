@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.buffers import OwnBuffers, is_written_in_part
 from pod_runtime.trainer.frameworks.torch.tensors import of_model
 
 
@@ -138,6 +138,19 @@ class TorchShardBuffers:
                 if view.shape != tensor.shape:
                     self.own.refuse_resized(tensor, view.shape)
             raise
+
+    def written_in_part(self) -> set[int]:
+        """Return the ids of the buffers into a part of which the newest shard has written."""
+        return {
+            id(tensor)
+            for group in self._groups.values()
+            for tensor, start, now in zip(
+                group.tensors, group.start.views, group.now.views, strict=True
+            )
+            if is_written_in_part(
+                int((start != now).sum()), tensor.shape, is_float=tensor.is_floating_point()
+            )
+        }
 
     def _count_newest(self) -> None:
         """Add what the newest shard has changed; there may be none."""

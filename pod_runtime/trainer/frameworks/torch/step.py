@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pod_runtime.trainer.frameworks.buffers import check_unset
+from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
 from pod_runtime.trainer.frameworks.torch.checks import (
     SchedulerCheck,
     TorchGradientMarks,
@@ -51,6 +51,9 @@ class TorchStep:
 
     def end_shard(self) -> None:
         self._buffers.end_shard()
+
+    def check_shard(self) -> None:
+        check_whole(self._model.named_buffers(), self._buffers.written_in_part())
 
     def check_buffers(self) -> None:
         changed = self._buffers.changed_since_shard()

@@ -74,6 +74,13 @@ def norm(tensor: Any) -> float:
     return float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
 
 
+def address(value: Any) -> int | None:
+    """Return where a tensor's values are; None: it is no tensor, or has no values."""
+    if not issubclass(type(value), torch.Tensor) or value.layout != torch.strided or value.is_meta:
+        return None
+    return None if value.is_complex() or value.is_quantized else value.data_ptr() or None
+
+
 def make_tensor(source: Any, spec: StateTensor) -> Any:
     """Return a copy of a tensor's bytes as a tensor on the host."""
     piece = source[spec.offset : spec.offset + spec.size_bytes].copy()

@@ -19,6 +19,7 @@ from paddle import nn
 from paddle.io import DataLoader, Dataset
 
 from pod_runtime import elastic
+from pod_runtime.trainer.data.step import EpochPosition
 from pod_runtime.trainer.loop.loop import committed_step, explain_error
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -538,6 +539,16 @@ def test_two_losses_of_one_forward_pass_are_told_to_be_added_up():
             step.backward((shared**2).sum())
         assert "add up losses that have a part of that in common" in explain_error(failed.value)
         break
+
+
+def test_a_name_that_only_the_steps_set_is_explained_where_none_were_made(monkeypatch):
+    """A process that goes on at an epoch's end runs what follows its steps, and no step."""
+    loop, _model = make()
+    epoch = next(iter(loop.epochs()))
+    assert explain_error(NameError("name 'loss' is not defined")) == ""
+    over = EpochPosition(number=2, first_step=epoch.steps, steps=epoch.steps)
+    monkeypatch.setattr(epoch, "_position", over)
+    assert "after the last step of epoch 2" in explain_error(UnboundLocalError("loss_value"))
 
 
 def test_a_loop_that_could_not_be_made_has_no_step():

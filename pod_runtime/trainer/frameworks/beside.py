@@ -1,0 +1,173 @@
+"""Watch the models, and copies of the model, that a script keeps beside what the loop has.
+
+A moving average, a target network, a critic with an optimizer of its own: no state carries what
+changes in them, and a trainer that starts later has them as the script builds them.
+"""
+
+import functools
+import gc
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pod_runtime.trainer.frameworks.plain_values import differ
+
+_DICTS = frozenset((dict, OrderedDict))
+_DEEPEST = 4  # objects within an object of `extra=` that are looked through
+
+Found = tuple[Any, dict[str, Any], Callable[[], Any] | None]  # thing, tensors, and its reference
+
+
+class Beside:
+    """What is beside the loop's model and `extra=`, in all of the process. Of either framework."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        extra: Mapping[str, Any],
+        model_type: type,
+        *,
+        address: Callable[[Any], int | None],
+        norm: Callable[[Any], float],
+    ) -> None:
+        """
+        Args:
+            models: the loop's.
+            model_type: what models are, with `named_parameters` and the like.
+            address: returns where a tensor's values are; None: it is no tensor, or has none.
+            norm: returns the sum of a tensor's absolute values.
+        """
+        self._models, self._extra, self._model_type = models, extra, model_type
+        self._address, self._norm = address, norm
+        # By id: a reference that tells whether it is still the same, and marks of its tensors.
+        self._seen: dict[int, tuple[Callable[[], Any] | None, dict[str, float]]] = {}
+
+    def changed(self, *, copies: bool) -> list[str]:
+        """Return what has changed since the last call, in words; nothing at the first one.
+
+        Args:
+            copies: also of dicts with the names of the model's tensors. From step to step these
+                are averages; later, they may be copies of a best model, made anew each time.
+        """
+        found, now = [], {}
+        known = self._known()
+        names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
+        models, dicts = self._find({next(iter(each), None) for each in names})
+        for thing, tensors, reference in (
+            *self._of_models(models, known),
+            *self._of_dicts(dicts, names, known),
+        ):
+            marks = {name: self._norm(each) for name, each in tensors.items()}
+            last, before = self._seen.get(id(thing), (None, {}))
+            if last is None or last() is thing:
+                moved = [
+                    name for name in marks if differ(before.get(name, marks[name]), marks[name])
+                ]
+                if moved:
+                    found.append(f"{moved[0]} of {_words(thing)}")
+            now[id(thing)] = reference, marks
+        self._seen = now
+        return found
+
+    def _find(self, keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
+        """Return all models of the process, and the dicts with one of these keys."""
+        is_model: dict[type, bool] = {}
+        models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
+        for each in gc.get_objects():
+            kind = type(each)
+            if kind in _DICTS:
+                if any(key in each for key in keys):
+                    dicts[id(each)] = each
+                continue
+            if kind not in is_model:
+                is_model[kind] = issubclass(kind, self._model_type)
+            if is_model[kind]:
+                models.append(each)
+            elif keys and _is_of_script(kind.__module__):
+                holders.append(each)
+        # Python does not list dicts whose values hold no other objects: Paddle's tensors.
+        for holder in holders:
+            for each in gc.get_referents(holder):
+                if type(each) in _DICTS and any(key in each for key in keys):
+                    dicts[id(each)] = each
+        return models, list(dicts.values())
+
+    def _of_models(self, models: list[Any], known: set[int]) -> Iterator[Found]:
+        inner = {id(child) for model in models for child in model.children()}
+        for model in models:
+            if id(model) in inner or id(model) in known:
+                continue
+            named = (*model.named_parameters(), *model.named_buffers())
+            tensors = {name: each for name, each in named if self._is_other(each, known)}
+            if tensors:
+                yield model, tensors, weakref.ref(model)
+
+    def _of_dicts(
+        self, dicts: list[Any], names: Sequence[Collection[str]], known: set[int]
+    ) -> Iterator[Found]:
+        for each in dicts:
+            tensors = {name: value for name, value in each.items() if self._is_other(value, known)}
+            if id(each) not in known and any(
+                2 * len(tensors.keys() & of_model) > len(of_model) for of_model in names
+            ):
+                yield each, tensors, None
+
+    def _is_other(self, tensor: Any, known: set[int]) -> bool:
+        return (address := self._address(tensor)) is not None and address not in known
+
+    def _known(self) -> set[int]:
+        """Return where the tensors are that the loop has, and the ids of what holds them."""
+        found: set[int] = set()
+        for thing in (*self._models, *self._extra.values()):
+            self._note(thing, found, _DEEPEST)
+        return found
+
+    def _note(self, thing: Any, found: set[int], depth: int) -> None:
+        address = self._address(thing)
+        if address is not None:
+            found.add(address)
+        elif depth and id(thing) not in found:
+            found.add(id(thing))
+            inner: Iterable[Any] = ()
+            if issubclass(type(thing), self._model_type):
+                inner = (*thing.parameters(), *thing.buffers())
+            elif isinstance(thing, Mapping):
+                inner = thing.values()
+            elif isinstance(thing, list | tuple):
+                inner = thing
+            elif hasattr(thing, "__dict__") and _is_of_script(type(thing).__module__):
+                inner = vars(thing).values()
+            for each in inner:
+                self._note(each, found, depth - 1)
+
+
+@functools.cache
+def _is_of_script(module: Any) -> bool:
+    """Whether classes of this module are none of Python's, of an installed package, or of EDL.
+
+    Some classes of extensions have no text as `__module__`; they are none of a script.
+    """
+    if not isinstance(module, str):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    package = module.partition(".")[0]
+    return bool(
+        file
+        and "site-packages" not in file
+        and package not in sys.stdlib_module_names
+        and package != "pod_runtime"
+    )
+
+
+def _words(thing: Any) -> str:
+    """Return what to call it."""
+    if type(thing) not in _DICTS:
+        return f"a model beside the loop's ({type(thing).__name__})"
+    for holder in gc.get_referrers(thing):
+        owner = vars(holder) if hasattr(holder, "__dict__") else {}
+        for name, value in owner.items():
+            if value is thing:
+                return f"a copy beside the loop's model ({type(holder).__name__}.{name})"
+    return "a copy beside the loop's model (a dict)"

@@ -1,0 +1,235 @@
+"""What a script keeps beside the loop: averages and targets that no state would carry."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pod_runtime import elastic
+from pod_runtime.trainer.errors import UsageError
+
+pytestmark = [  # it imports frameworks
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:When training, we now always track:UserWarning"),
+]
+DATA = np.random.RandomState(3).randn(24, 4).astype(np.float32)
+
+
+class Torch:
+    def __init__(self) -> None:
+        self.torch = pytest.importorskip("torch")
+
+    def net(self) -> Any:
+        nn = self.torch.nn
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def sgd(self, model: Any) -> Any:
+        return self.torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def no_grad(self) -> Any:
+        return self.torch.no_grad()
+
+    def freeze(self, model: Any) -> Any:
+        return model.requires_grad_(False)
+
+    def set(self, tensor: Any, value: Any) -> None:
+        tensor.data.copy_(value)
+
+    def buffer(self, model: Any, name: str, values: np.ndarray) -> None:
+        model.register_buffer(name, self.torch.from_numpy(values))
+
+
+class Paddle:
+    def __init__(self) -> None:
+        self.paddle = pytest.importorskip("paddle")
+
+    def net(self) -> Any:
+        nn = self.paddle.nn
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1D(4), nn.Linear(4, 1))
+
+    def sgd(self, model: Any) -> Any:
+        return self.paddle.optimizer.SGD(0.1, parameters=model.parameters())
+
+    def no_grad(self) -> Any:
+        return self.paddle.no_grad()
+
+    def freeze(self, model: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.stop_gradient = True
+        return model
+
+    def set(self, tensor: Any, value: Any) -> None:
+        tensor.set_value(value)
+
+    def buffer(self, model: Any, name: str, values: np.ndarray) -> None:
+        model.register_buffer(name, self.paddle.to_tensor(values))
+
+
+@pytest.fixture(params=[Torch, Paddle])
+def kit(request: pytest.FixtureRequest) -> Any:
+    return request.param()
+
+
+class Average:
+    """A moving average as scripts have it: a copy of the model, in an object of its own."""
+
+    def __init__(self, kit: Any, model: Any) -> None:
+        self.kit, self.module = kit, copy.deepcopy(model)
+        self.module.eval()
+
+    def update(self, model: Any) -> None:
+        with self.kit.no_grad():
+            for mine, new in zip(self.module.parameters(), model.parameters(), strict=True):
+                self.kit.set(mine, 0.9 * mine + 0.1 * new)
+
+
+class Shadow:
+    """The same as a dict by names, whose tensors are made anew."""
+
+    def __init__(self, kit: Any, model: Any) -> None:
+        self.kit = kit
+        self.shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+    def update(self, model: Any) -> None:
+        with self.kit.no_grad():
+            for name, each in model.named_parameters():
+                self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * each.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": {name.replace(".", "_"): each for name, each in self.shadow.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    set_state_dict = load_state_dict
+
+
+def train(
+    kit: Any,
+    model: Any,
+    *,
+    epochs: int = 2,
+    after_update: Callable[[Any], None] = lambda _step: None,
+    after_shard: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> None:
+    loop = elastic.Loop(model, kit.sgd(model), DATA, epochs=epochs, batch_size=8, **options)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((model(batch) ** 2).mean())
+                after_shard()
+            step.update()
+            after_update((epoch, step))
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (Average, r"0.weight of a model beside the loop's \(Sequential\)"),
+        (Shadow, r"0.weight of a copy beside the loop's model \(Shadow.shadow\)"),
+    ],
+)
+def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
+    model = kit.net()
+    average = made(kit, model)
+    steps = []
+
+    def update(where: Any) -> None:
+        steps.append(where)
+        average.update(model)
+
+    with pytest.raises(UsageError, match=named):
+        train(kit, model, after_update=update)
+    assert len(steps) <= 2
+
+
+def test_an_average_that_was_passed_is_not(kit):
+    model = kit.net()
+    module, shadow = Average(kit, model), Shadow(kit, model)
+    extra = {"average": kit.freeze(module.module), "shadow": shadow}
+
+    def update(_where: Any) -> None:
+        module.update(model)
+        shadow.update(model)
+
+    train(kit, model, after_update=update, extra=extra)
+
+
+def test_models_that_do_not_change_may_be_there(kit, caplog):
+    model, teacher, best = kit.net(), kit.net(), []
+    teacher.eval()
+
+    def look(where: Any) -> None:
+        teacher(model[0].weight)
+        if where[1].number >= 3:
+            best[:] = [copy.deepcopy(model.state_dict())]
+
+    with caplog.at_level(logging.WARNING):
+        train(kit, model, after_update=look)
+        train(kit, kit.net(), after_update=look)  # beside a model of an earlier loop
+    assert "it changes" not in caplog.text
+
+
+def test_a_teacher_that_is_left_in_training_mode_is_refused(kit):
+    model, teacher = kit.net(), kit.net()
+    with pytest.raises(UsageError, match=r"1\._?(running_)?mean.*put into evaluation mode"):
+        train(kit, model, after_update=lambda _where: teacher(model[0].weight))
+
+
+def test_an_average_that_begins_later_is_said(kit, caplog):
+    model = kit.net()
+    average = Average(kit, model)
+
+    def update(where: Any) -> None:
+        if where[0].number >= 1:
+            average.update(model)
+
+    with caplog.at_level(logging.WARNING):
+        train(kit, model, epochs=3, after_update=update)
+    assert "a model beside the loop's (Sequential): it changes" in caplog.text
+
+
+def test_what_is_passed_is_changed_once_in_a_step(kit):
+    """Inside of the loop over the batch each trainer changes it as often as it has shards."""
+    model = kit.net()
+    average = Average(kit, model)
+    kit.freeze(average.module)
+    with pytest.raises(
+        UsageError, match=r"an object in extra=: set inside of `for batch in step:`"
+    ):
+        train(
+            kit,
+            model,
+            shards=2,
+            after_shard=lambda: kit.set(average.module[0].weight, average.module[0].weight + 1),
+            extra={"average": average.module},
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_a_queue_of_past_batches_is_refused_where_there_are_shards(kit, dtype):
+    """Each shard would write to the same place, and the mean of that is no shard's."""
+    model = kit.net()
+    kit.buffer(model, "queue", np.zeros((24, 4), dtype))
+
+    def push() -> None:
+        model.queue[:4] = model.queue[:4] + 1
+
+    with pytest.raises(UsageError, match="writes into a part of its buffer queue"):
+        train(kit, model, shards=2, after_shard=push)
+    train(kit, model, shards=1, after_shard=push)  # in one piece nothing is put together
+
+
+def test_buffers_that_move_as_a_whole_are_not(kit):
+    model = kit.net()
+    kit.buffer(model, "codes", np.ones((24, 4), np.float32))
+    kit.buffer(model, "seen", np.zeros(1, np.int64))
+
+    def move() -> None:
+        model.codes[:] = model.codes * 0.9
+        model.seen[:] = model.seen + 1
+
+    train(kit, model, shards=2, after_shard=move)

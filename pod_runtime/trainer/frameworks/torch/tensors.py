@@ -76,9 +76,12 @@ def norm(tensor: Any) -> float:
 
 def address(value: Any) -> int | None:
     """Return where a tensor's values are; None: it is no tensor, or has no values."""
-    if not issubclass(type(value), torch.Tensor) or value.layout != torch.strided or value.is_meta:
+    # Other kinds of tensors may have no values, or none of their own: lazy, fake, distributed ones.
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    return None if value.is_complex() or value.is_quantized else value.data_ptr() or None
+    if value.layout != torch.strided or value.is_meta or value.is_complex() or value.is_quantized:
+        return None
+    return value.data_ptr() or None
 
 
 def make_tensor(source: Any, spec: StateTensor) -> Any:

@@ -173,6 +173,14 @@ def test_models_that_do_not_change_may_be_there(kit, caplog):
     assert "it changes" not in caplog.text
 
 
+def test_a_model_without_values_may_be_there():
+    kit = Torch()
+    nn = kit.torch.nn
+    kept = [nn.LazyLinear(3), nn.Linear(2, 3, device="meta")]
+    train(kit, kit.net())
+    assert len(kept) == 2
+
+
 def test_a_teacher_that_is_left_in_training_mode_is_refused(kit):
     model, teacher = kit.net(), kit.net()
     with pytest.raises(UsageError, match=r"1\._?(running_)?mean.*put into evaluation mode"):

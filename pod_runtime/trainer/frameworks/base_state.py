@@ -108,7 +108,6 @@ class BaseState(ABC):
         self._unowned = unowned
         self._scaler = scaler
         self._extra = dict(extra)
-        self._loaded: Mapping[str, Any] = {}  # the scalars that were taken over last
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
         self._layout_key: object = None
@@ -256,22 +255,13 @@ class BaseState(ABC):
         if self._scaler is not None and scalars.get("scaler"):
             self._load_scaler(scalars["scaler"])
         self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
-        self._loaded = scalars
-        self._load_plain()
-        self._unowned.forget()
-
-    def load_again(self) -> None:
-        """Undo what the script has changed of options, schedulers and traits since `load`."""
-        if self._loaded:
-            self._load_plain()
-
-    def _load_plain(self) -> None:
-        for optimizer, _specs, plain in self._parts({}, self._loaded):
+        for optimizer, _specs, plain in self._parts({}, scalars):
             optimizer.load_plain(plain)
         self.note_committed()
-        if "traits" not in self._loaded:  # a state of an older version
+        self._unowned.forget()
+        if "traits" not in scalars:  # a state of an older version
             return
-        lost = self._traits.apply(self._loaded["traits"])
+        lost = self._traits.apply(scalars["traits"])
         if lost:
             logger.warning(
                 "the state has options of %s, which this script's model and optimizer do not have",

@@ -101,11 +101,6 @@ class FrameworkState(Protocol):
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state; nothing has changed when this raises StateError."""
 
-    def load_again(self) -> None:
-        """Undo what the script has done to the plain part of the loaded state, but not to tensors:
-        learning rate, scheduler, and modes, flags and options of layers and optimizer.
-        """
-
     def watch(self) -> None:
         """Begin to see which layers' modes (training or evaluation) the script sets, and more."""
 

@@ -219,7 +219,7 @@ class Loop:
         self._source = self._joiner.source
         self._framework = self._joiner.framework
         self._framework.step.drop()  # gradients of before: of a first batch that built layers
-        self._changes = ScriptChanges(self._framework.state)
+        self._changes = ScriptChanges(self._framework.state, self._joiner.load_again)
         if not self._joiner.overlaps:
             self._entered()
 
@@ -234,7 +234,7 @@ class Loop:
             self._changes.state_loaded(steps.cursor)
             if self._epoch is not None:
                 self._changes.state_loaded_in_body(steps.cursor)
-            if not self._is_warming_up:
+            if not (self._is_warming_up or self._changes.is_pending):
                 self._joiner.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
@@ -324,6 +324,8 @@ class Loop:
             else:
                 epoch.find()
                 self._changes.body_reached(self._steps.cursor)
+                if not self._changes.is_pending:
+                    self._joiner.settled()
             yield epoch
             progress = self._entered().stage.progress
             if progress.is_finished:  # it was when this stage began, and there was a warm-up step
@@ -562,6 +564,7 @@ class Loop:
             self._changes.steps_reached_with_state()
         else:
             self._changes.steps_reached(self._steps.cursor)
+            self._joiner.settled()
         if self._entered().stage.worlds is not None:
             yield from self._choose_shards(self._entered().stage)
         if self._rehearsal is not None:

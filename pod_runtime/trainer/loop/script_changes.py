@@ -1,11 +1,13 @@
 """Undo what a script changes before the point where its state goes on.
 
 A state from between two epochs goes on with the body of the next one, any other with the steps that
-are left. What the script does to the plain part of the state (modes, learning rate, flags) before
-that point is undone: a new process runs lines that the others have behind them. A prepared process
-comes to the body of an epoch before it has its state. The modes that the body sets meanwhile are
-kept; if it sets more, a state that was made after these lines cannot begin there.
+are left. What the script does to the state before that point is undone: a new process runs lines
+that the others have behind them. A prepared process comes to the body of an epoch before it has its
+state. The modes that the body sets meanwhile are kept; if it sets more, a state that was made after
+these lines cannot begin there.
 """
+
+from collections.abc import Callable
 
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
@@ -15,16 +17,19 @@ from pod_runtime.trainer.progress.batches import Cursor
 class ScriptChanges:
     """Follows the script from the loop's making to the first step of its stage."""
 
-    def __init__(self, state: FrameworkState) -> None:
-        self._state = state
+    def __init__(self, state: FrameworkState, load_again: Callable[[], None]) -> None:
+        """`load_again` loads the state that was loaded, once more."""
+        self._state, self._load_again = state, load_again
         self._is_pending = False  # a state was restored, and the script is not where it goes on
         self._watches = False
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
         self._has_set_more = False  # and not only these
+        self._tensors: dict[str, float] = {}  # marks of the model's, when it was begun to watch
 
     def watch(self) -> None:
         """The body of an epoch begins, and the state is not there yet."""
         self._watches = True
+        self._tensors = self._state.fingerprints(of_model=True)
         self._state.watch()
 
     def note(self) -> None:
@@ -32,6 +37,7 @@ class ScriptChanges:
         if self._watches:
             self._watches = False
             self._modes, self._has_set_more = self._state.watched()
+            self._has_set_more |= self._state.fingerprints(of_model=True) != self._tensors
 
     def state_loaded(self, cursor: Cursor) -> None:
         """A state was loaded that goes on at `cursor`."""
@@ -48,22 +54,27 @@ class ScriptChanges:
         if self._has_set_more and cursor.global_step:
             raise StateError(
                 f"before its first step, epoch {cursor.epoch} has set the learning rate, a "
-                f"scheduler, flags or options, and the state that it begins from has come after "
-                f"that; the prepared trainers are started again without preparation"
+                f"scheduler, flags, options or tensors, and the state that it begins from has come "
+                f"after that; the prepared trainers are started again without preparation"
             )
         self._is_pending = False
         self._state.set_modes(self._modes)
+
+    @property
+    def is_pending(self) -> bool:
+        """What the script does may still have to be undone."""
+        return self._is_pending
 
     def body_reached(self, cursor: Cursor) -> None:
         """The script has come to the body of an epoch."""
         if self._is_pending and cursor.step == 0:
             self._is_pending = False
-            self._state.load_again()
+            self._load_again()
 
     def steps_reached(self, cursor: Cursor) -> None:
         """The script has come to the steps of an epoch."""
         if self._is_pending and cursor.step > 0:
-            self._state.load_again()
+            self._load_again()
         self._is_pending = False
 
     def steps_reached_with_state(self) -> None:

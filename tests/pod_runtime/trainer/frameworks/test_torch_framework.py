@@ -274,7 +274,7 @@ def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     other.optimizer.param_groups[0]["lr"] = 9.0
     other.model.train()
     other.model[3].weight.requires_grad_(True)
-    other.framework.state.load_again()
+    other.load(one)
     assert as_said()
 
 

@@ -118,7 +118,7 @@ def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not()
     assert reader.state.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
     for _ in range(2):
         other.rates.append(9.0)
-        reader.state.load_again()
+        reader.state.load(layout, memoryview(data), scalars)
         assert other.rates == model.rates, "a list of its own is put into, not that of the state"
 
     old = {name: value for name, value in scalars.items() if name != "traits"}
@@ -349,7 +349,8 @@ class Script:
                     finish_writing()  # so that each state is written
                     if step.number == stop_at:
                         return loop
-                    self.seen[step.number] = [*seen(model, optimizer), optimizer.get_lr()]
+                    weight = float(model.head.weight.abs().sum())
+                    self.seen[step.number] = [*seen(model, optimizer), optimizer.get_lr(), weight]
                 for batch in step:
                     step.backward((model(batch) ** 2).mean())
                 step.update()
@@ -363,6 +364,10 @@ def vit_step(model: Net, optimizer: Any, number: int) -> None:
     optimizer._learning_rate.step()
     if number == 1:
         model.drop.p = 0.25
+
+
+def scale(model: Net) -> None:
+    model.head.weight.set_value(0.5 * model.head.weight)
 
 
 SCRIPTS = {
@@ -390,6 +395,8 @@ SCRIPTS = {
             setattr(model.head.weight, "stop_gradient", False) if epoch == 1 else None
         ),
     ),
+    "scales a weight at the top": Script(body=lambda model, _o, _e: scale(model)),
+    "scales a weight before the epochs": Script(before=lambda model, _o: scale(model)),
     "schedules at the top": Script(body=lambda _m, optimizer, _e: optimizer._learning_rate.step()),
 }
 
@@ -419,16 +426,18 @@ def test_every_step_is_made_as_in_a_training_without_changes(name, overlaps, ove
     assert changed.seen == alone.seen
 
 
+@pytest.mark.parametrize(
+    "body",
+    [lambda _m, optimizer, _e: optimizer._learning_rate.step(), lambda model, _o, _e: scale(model)],
+    ids=["steps a scheduler", "scales a weight"],
+)
 @pytest.mark.parametrize(("stop_at", "is_refused"), [(2, False), (3, True), (4, False)])
 def test_a_body_that_has_begun_before_a_state_from_between_two_epochs_begins_again(
-    stop_at, is_refused, overlapping, tmp_path
+    stop_at, is_refused, body, overlapping, tmp_path
 ):
-    def step_rate(_model: Any, optimizer: Any, _epoch: int) -> None:
-        optimizer._learning_rate.step()
-
-    alone = Script(body=step_rate, asks=False)
+    alone = Script(body=body, asks=False)
     alone.run(None)
-    changed = Script(body=step_rate, asks=False)
+    changed = Script(body=body, asks=False)
     changed.run(tmp_path, stop_at)
     overlapping(True)
     if is_refused:

@@ -114,6 +114,18 @@ class SampledOrders:
                 f"was asked again; {REMEDY}"
             )
 
+    def check_unchanged(self, epoch: int) -> None:
+        """See that the sampler still draws what it has drawn for an epoch.
+
+        Raises:
+            UsageError: it does not.
+        """
+        if self._draw(epoch).record != self.of(epoch).record:
+            raise UsageError(
+                f"train_set: the DataLoader's {self.name} draws other samples for epoch {epoch} "
+                f"than when that began: the script has changed it since; {REMEDY}"
+            )
+
     def _draw(self, epoch: int) -> EpochOrder:
         sampler = self._sampling.sampler
         chain = _chain(sampler)

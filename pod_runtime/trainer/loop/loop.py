@@ -570,6 +570,8 @@ class Loop:
         if self._rehearsal is not None:
             yield from self._rehearse(self._rehearsal)
         steps = self._entered()
+        if not steps.stage.progress.is_finished:
+            self._joiner.check_data(steps.cursor.epoch)
         steps.stage.member.activity.begin(Doing.STEPPING)
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()

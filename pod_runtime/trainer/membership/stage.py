@@ -266,6 +266,22 @@ class StageJoiner:
         """Return the order of the epoch that begins, as `StageOrders.agreed`. All ranks call it."""
         return self._orders.agreed(epoch, rank=self._rank, world_size=self._plan.world_size)
 
+    def check_data(self, epoch: int) -> None:
+        """See that the script has changed neither what its sampler draws nor how much data is.
+
+        Raises:
+            UsageError: it has.
+        """
+        source = self.source
+        now = None if source.length is None else len(source.dataset)
+        if now != source.length:
+            raise UsageError(
+                f"train_set: it has {now} samples now, and had {source.length} when the Loop was "
+                f"made, by which epochs are counted; give the Loop all samples that there will be, "
+                f"and let a sampler say which of them an epoch has"
+            )
+        self._orders.check_unchanged(epoch)
+
     def close(self) -> None:
         """The training is complete; no stage follows."""
         if self._next_group is not None:

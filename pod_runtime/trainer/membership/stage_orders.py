@@ -85,6 +85,15 @@ class StageOrders:
             )
         return order
 
+    def check_unchanged(self, epoch: int) -> None:
+        """See that the script has not changed the sampler since it drew an epoch.
+
+        Raises:
+            UsageError: it has.
+        """
+        if self._drawn is not None:
+            self._drawn.check_unchanged(epoch)
+
     def of_stage(
         self, status: LoopStatus, *, is_fresh: bool, rank: int, world_size: int
     ) -> EpochOrder | None:

@@ -189,6 +189,39 @@ def test_a_sampler_with_a_count_of_its_own_is_refused_before_any_step():
         make(loader)
 
 
+class Settable(Chosen):
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.highest] * self.count)
+
+
+class Grown(Numbers):
+    more = 0
+
+    def __len__(self) -> int:
+        return 30 + self.more
+
+
+def test_a_sampler_and_a_length_that_the_script_changes_as_it_trains_are_refused():
+    def train_until_changed(train_set: Any, change: Any, **more: Any) -> None:
+        loop, model = make(train_set, **more)
+        for epoch in loop.epochs():
+            change(epoch.number)
+            for step in epoch:
+                for batch in step:
+                    fields = batch[0] if isinstance(batch, list) else batch
+                    step.backward(model(fields.unsqueeze(1)).mean())
+                step.update()
+
+    sampler, data = Settable(highest=0), Grown()
+    loader = DataLoader(Numbers(), batch_sampler=BatchSampler(sampler=sampler, batch_size=6))
+    text = "Settable draws other samples for epoch 1 than when that began: the script has changed"
+    with pytest.raises(UsageError, match=text):
+        train_until_changed(loader, lambda epoch: setattr(sampler, "highest", epoch))
+    text = r"train_set: it has 40 samples now, and had 30 when the Loop was made.*a sampler"
+    with pytest.raises(UsageError, match=text):
+        train_until_changed(data, lambda epoch: setattr(data, "more", 10 * epoch), batch_size=6)
+
+
 def test_a_reader_that_carries_the_shards_of_a_sampler_is_made_anew_for_each_epoch(tmp_path):
     began: list[tuple[int, int]] = []
 

@@ -345,6 +345,7 @@ class Loop:
 
     def _end_epoch(self, steps: StageSteps) -> None:
         stage = steps.stage
+        stage.member.come_together("the end of an epoch")
         stop, request = stage.member.end_epoch(stage.progress.stops)
         stage.progress.commit_epoch()
         stage.framework.state.note_committed()
@@ -403,6 +404,9 @@ class Loop:
         if before is not None and before.mode != mode:
             raise UsageError(f"save_best: {metric} was kept with mode={before.mode!r} so far")
         with self._surviving():
+            steps.stage.member.come_together("loop.save_best")
+            if step is None:
+                steps.came_together_at = steps.stage.progress.version
             if steps.stage.member.agree(number) is None:
                 raise UsageError(
                     f"save_best: {metric} is not the same on all trainers (here {number:g}); give "
@@ -464,7 +468,9 @@ class Loop:
         with self._surviving():
             while True:
                 try:
-                    with self._entered().stage.member.activity.during(Doing.EVALUATING):
+                    member = self._entered().stage.member
+                    with member.activity.during(Doing.EVALUATING):
+                        member.come_together("loop.evaluate")
                         found = evaluate(
                             self._framework,
                             source,
@@ -478,7 +484,7 @@ class Loop:
                     self._move(change.start)
                 else:
                     steps = self._entered()
-                    steps.evaluated_at = steps.stage.progress.version
+                    steps.came_together_at = steps.stage.progress.version
                     return found
 
     def log(self, **metrics: float) -> None:
@@ -692,10 +698,10 @@ class Loop:
         self._entered().stage.member.activity.live()
         # Within a step the update is made and not committed: no state to put away. The cut waits.
         if self._open_step is None:
-            # A trainer that comes new into the stage begins with the first evaluation after the
-            # last committed step; so must those who move.
+            # A trainer that comes new into the stage begins with the first evaluation, or best
+            # checkpoint, after the last committed step; so must those who move.
             steps = self._entered()
-            may_move = steps.evaluated_at != steps.stage.progress.version
+            may_move = steps.came_together_at != steps.stage.progress.version
             steps.stage.member.meet(may_move=may_move)
 
     # --- the end

@@ -16,6 +16,7 @@ from pod_runtime.trainer.errors import (
     LinkError,
     PeerLost,
     StageChanged,
+    UsageError,
 )
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkStep
 from pod_runtime.trainer.membership.link import LauncherLink
@@ -36,6 +37,8 @@ from pod_runtime.trainer.progress.best import BestCheckpoint
 
 logger = logging.getLogger(__name__)
 
+# Where ranks come together outside of a step's exchange, as users know these places.
+PLACES = ("loop.evaluate", "loop.save_best", "the end of an epoch")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # of a rank that waits at a barrier
 _PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often: gloo gives peers up after 30 s
 
@@ -144,6 +147,31 @@ class StageMember:
         self._end_if_told()
         if self.any_of_us(self.is_cut and (may_move or not self._is_patient)):
             self.park()
+
+    def come_together(self, place: str) -> None:
+        """See that all ranks are at the same place of the script. All ranks call it.
+
+        What they exchange there is not what they would exchange elsewhere.
+
+        Args:
+            place: one of PLACES.
+
+        Raises:
+            UsageError: they are not.
+        """
+        if self.world_size == 1:
+            return
+        here = np.array([float(each == place) for each in PLACES])
+        self._group.all_reduce(here)
+        found = {each: round(count) for each, count in zip(PLACES, here.tolist(), strict=True)}
+        if found[place] < self.world_size:
+            first, *others = [each for each in PLACES if found[each]]
+            raise UsageError(
+                f"{first}: {found[first]} of {self.world_size} trainers have come there, "
+                + ", ".join(f"{found[each]} to {each}" for each in others)
+                + "; all of them call loop.evaluate and loop.save_best: do not call them for one "
+                "rank alone (`if loop.rank == 0:`)"
+            )
 
     def any_of_us(self, mine: bool) -> bool:
         """Whether `mine` is true on any rank. All ranks call it."""

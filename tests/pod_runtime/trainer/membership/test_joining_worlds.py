@@ -225,3 +225,23 @@ def test_a_cut_during_an_evaluation_has_it_made_again_by_those_of_the_next_stage
     new.wait_step(5)
     made.finish(new)
     assert (made.job.folder / "evaluating.2.1").exists()
+
+
+def test_a_cut_waits_for_an_evaluation_that_follows_a_best_checkpoint(training, tmp_path: Path):
+    """Trainers that come new would make the checkpoint with those that stay, who evaluate."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    checkpoint = str(tmp_path / "checkpoint")
+    made = training(2, "--slow", str(gate), "--best_first", "--checkpoint", checkpoint)
+    stage = made.start(1)
+    evaluates = made.job.folder / "evaluating.1.0"
+    wait_until(evaluates.exists, 90, stage.logs())
+    new = made.join(stage, [0, None])
+    new.wait_prepared()
+    stage.cut(patient=True)
+    gate.unlink()
+    step = stage.drained()
+    assert step > 3, "the last step of the first epoch"
+    new.commit((1, step))
+    new.wait_step(step + 2)
+    made.finish(new)

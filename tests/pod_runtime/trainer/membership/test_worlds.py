@@ -251,6 +251,18 @@ def test_a_cut_while_a_rank_waits_for_data_voids_the_step_and_redoes_it(launch, 
     finish_anew(job, (1, 2), *args)
 
 
+@pytest.mark.parametrize("what", ["evaluate", "save_best"])
+def test_what_only_one_trainer_calls_is_refused_by_name(launch, what: str):
+    job = launch("counting.py", 2)
+    checkpoint = ("--checkpoint", str(job.folder / "ckpt"))
+    stage = job.start(2, *out(job, "--only_rank_0", what, *checkpoint, step_s=0.0))
+    stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    for trainer in stage.trainers:
+        text = trainer.log.read_text()
+        assert f"loop.{what}: 1 of 2 trainers have come there, 1 to the end of an epoch" in text
+
+
 def test_a_cut_during_evaluation_parks_there_and_evaluates_again_afterwards(launch, tmp_path: Path):
     gate = tmp_path / "gate"
     gate.touch()

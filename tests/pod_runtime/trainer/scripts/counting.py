@@ -36,6 +36,8 @@ parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this
 parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
+parser.add_argument("--best_first", action="store_true", help="before it evaluates")
+parser.add_argument("--only_rank_0", choices=("evaluate", "save_best"))
 parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
 args = parser.parse_args()
 if "COUNTING_FAILS" in os.environ:
@@ -115,6 +117,12 @@ for epoch in loop.epochs():
         step.update()
         if not (step.is_warmup or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
+    if args.best_first:
+        loop.save_best("epoch", epoch.number)
+    if args.only_rank_0 == "evaluate" and loop.rank == 0:
+        loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
+    if args.only_rank_0 == "save_best" and loop.rank == 0:
+        loop.save_best("epoch", epoch.number)
     if args.slow and epoch.number == 0:
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
         assert loop.evaluate(Many(), slowly, batch_size=1)["ids"] == 1000 * 999 / 2

@@ -61,6 +61,7 @@ class Loop:
     Every trainer makes one. Alone, without a launcher, it is a world of one.
     """
 
+    _made: ClassVar[int] = 0  # in this process
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     _rehearsal: ClassVar[Rehearsal | None] = None  # None: this process trains
     # Also of one whose making failed:
@@ -215,7 +216,9 @@ class Loop:
                 all_reduce=all_reduce,
                 join_on_gpu=env.join_on_gpu,
             ),
+            loop_number=Loop._made,
         )
+        Loop._made += 1
         self._source = self._joiner.source
         self._framework = self._joiner.framework
         self._framework.step.drop()  # gradients of before: of a first batch that built layers

@@ -63,6 +63,7 @@ class StateRestore:
     fresh: LoopStatus
     carried: CarriedState | None = None  # this rank goes on with the state that it has
     loaded: LoadedAhead | None = None  # None: nothing was loaded ahead
+    joins: bool = False  # others go on with the state that they have
 
     def run(self) -> Restored:
         """Load the state that is wanted, else the newest checkpoint, else rank 0's fresh model.
@@ -75,14 +76,17 @@ class StateRestore:
         if self.wanted is not None and self.wanted.local_on_all_nodes:
             return self._load_local(self.wanted)
         newest = newest_stamp(self.fds, self.wanted.stage) if self.wanted else None
-        holders, source = self._find_holders(newest)
+        snapshot = None if newest is None else read_snapshot(self.fds, newest)
+        holders, source, is_anothers = self._find_holders(newest, snapshot)
+        if is_anothers:
+            return self._begin_apart()
         if not holders.any():
             return self._restore_from_disk()
         if holders.all() and self.carried is not None:
             return self._continue(self.carried)
         held = None
         if newest is not None and holders[self.rank]:
-            held = read_snapshot(self.fds, newest)
+            held = snapshot
             if held is None:
                 raise StateError(f"the snapshot of step {newest.step} cannot be read any more")
         if holders.all() and held is not None:
@@ -107,6 +111,8 @@ class StateRestore:
         if self.loaded is not None and self.loaded.stamp == stamp:
             return self._restored(self.loaded.host_state)
         held = read_snapshot(self.fds, stamp)
+        if held is not None and not self._is_ours(held.status):
+            return self._begin_apart()
         if held is None:
             raise StateError(
                 f"stage {self.stage} begins from step {stamp.step} of stage {stamp.stage}, whose "
@@ -114,22 +120,50 @@ class StateRestore:
             )
         return self._load(held)
 
-    def _find_holders(self, newest: Stamp | None) -> tuple[npt.NDArray[np.bool_], int]:
+    def _find_holders(
+        self, newest: Stamp | None, snapshot: HostState | None
+    ) -> tuple[npt.NDArray[np.bool_], int, bool]:
         """Return which ranks hold the newest state in memory, and one that can send it.
 
-        No rank does if that is older than what is wanted. A later step is as good: the stage may
-        have come further than the server knew when all of its launchers died.
+        And whether that is one of another loop of the script. No rank holds it if that is older
+        than what is wanted. A later step is as good: the stage may have come further than the
+        server knew when all of its launchers died.
         """
-        have = np.zeros((self.world_size, 3))  # step, serial, is in a snapshot
-        have[self.rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
+        have = np.zeros((self.world_size, 4))  # step, serial, is in a snapshot, is another loop's
+        have[self.rank, :3] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
         if self.carried is not None:
             stamp = self.carried.stamp
-            have[self.rank] = (stamp.step, stamp.serial, self.carried.is_in_snapshot)
+            have[self.rank, :3] = (stamp.step, stamp.serial, self.carried.is_in_snapshot)
+        elif snapshot is not None:
+            have[self.rank, 3] = not self._is_ours(snapshot.status)
         self.group.all_reduce(have.reshape(-1))
-        best = max(have.tolist())
+        best = max(have[:, :3].tolist())
         wanted_step = self.wanted.step if self.wanted else 0
         holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= wanted_step)
-        return holders, have.tolist().index(best)
+        return holders, have[:, :3].tolist().index(best), bool(have[:, 3].any())
+
+    def _is_ours(self, status: LoopStatus) -> bool:
+        """Whether this loop made a state, and no other of the script's, in the process before."""
+        return status.origin.is_of(self.fresh.origin, is_finished=status.is_finished)
+
+    def _begin_apart(self) -> Restored:
+        """Begin from this loop's own checkpoint, or afresh.
+
+        Raises:
+            StateError: those who stay are in another loop.
+        """
+        if self.joins and self.carried is None:
+            raise StateError(
+                "the trainers that stay are in another loop of the script, and this one is new: "
+                "all are started again, from the script's top"
+            )
+        if self.carried is not None:
+            return self._continue(self.carried)
+        logger.info(
+            "the state in memory is of another loop of this script: this one begins from its own "
+            "checkpoint, if it has one"
+        )
+        return replace(self, wanted=None, fds=())._restore_from_disk()
 
     def _restore_from_disk(self) -> Restored:
         if self.wanted is not None and not self.wanted.path:
@@ -164,15 +198,22 @@ class StateRestore:
         named = CheckpointStore(open_storage(wanted.path))
         named_id = CheckpointId(wanted.stage, wanted.step)
         read = None
-        have = np.full((self.world_size, 2), 0.0)
-        if named.is_whole(named_id):
+        have = np.zeros((self.world_size, 3))  # stage, step, is another loop's
+        is_there = named.is_whole(named_id)
+        here = self.fresh.origin
+        if is_there and not named.origin(named_id).is_of(here, is_finished=False):
+            have[self.rank, 2] = 1
+        elif is_there:
             read = (lambda: named.load(named_id)) if wanted.spare else _newest_of(named)
-            have[self.rank] = named_id.stage, named_id.step
+            have[self.rank, :2] = named_id.stage, named_id.step
         found = None if store is None else store.newest_whole()
         if found is not None and (read is None or found >= named_id):
-            read, have[self.rank] = newest, (found.stage, found.step)
+            read, have[self.rank, :2] = newest, (found.stage, found.step)
         self.group.all_reduce(have.reshape(-1))
-        best = max(have.tolist())
+        if have[:, 2].any():
+            return 0, newest
+        ids = have[:, :2].tolist()
+        best = max(ids)
         if not best[0]:
             raise StateError(
                 f"no trainer sees step {named_id.step} of stage {named_id.stage} in {wanted.path}, "
@@ -180,7 +221,7 @@ class StateRestore:
             )
         if best < [named_id.stage, named_id.step]:
             logger.error("%s/%s is gone: steps are redone", wanted.path, named_id.folder)
-        source = have.tolist().index(best)
+        source = ids.index(best)
         return source, read if source == self.rank else None
 
     def _read_while_others_wait(self, read: _Read | None) -> HostState | None:
@@ -219,6 +260,8 @@ class StateRestore:
         if self.carried is not None:
             return self._continue(self.carried, stage)
         received = host_state_from(meta.tobytes(), data.data)
+        if self.joins and not self._is_ours(received.status):
+            return self._begin_apart()
         if self.rank != source or not is_fresh:
             self.state.load(received.layout, received.data, received.scalars)
         if is_fresh:

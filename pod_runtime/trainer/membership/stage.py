@@ -28,6 +28,7 @@ from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.progress.loop_status import (
+    LoopOrigin,
     LoopStatus,
     check_same_run,
     continued_promise,
@@ -71,8 +72,12 @@ class StageJoiner:
         source: DataSource,
         env: TrainerEnv,
         make_framework: Callable[[int], Framework],
+        loop_number: int = 0,
     ) -> None:
         """Connect to the launcher, and form the group.
+
+        Args:
+            loop_number: how many loops this process had made before.
 
         Raises:
             UsageError: an argument does not fit the model or the stage.
@@ -82,6 +87,7 @@ class StageJoiner:
             PeerLost: outside EDL, another rank is gone.
         """
         self._settings, self._env = settings, env
+        self._origin = LoopOrigin(number=loop_number, checkpoint=settings.checkpoint or "")
         self._activity = own_activity()
         self._activity.begin(Doing.STARTING)
         self.framework = make_framework(HEADER_SIZE)
@@ -172,8 +178,12 @@ class StageJoiner:
         """
         status = newest_status(self._fds)
         self._close_segments()
-        if status is not None:
+        if status is not None and self._is_ours(status):
             self._continue(status)
+
+    def _is_ours(self, status: LoopStatus) -> bool:
+        """Whether a state is not of another loop of the script."""
+        return status.origin.is_of(self._origin, is_finished=status.is_finished)
 
     def _form_group(self) -> None:
         plan, rank, group = self._plan, self._rank, self.framework.group
@@ -233,7 +243,11 @@ class StageJoiner:
                 self._check_clean(restored)
             if self._joins:
                 check_terms_of_state(restored.status.terms, self._terms, rank=self._rank)
-            status = replace(self._continue(restored.status), terms=to_text(self._terms))
+            status = replace(
+                self._continue(restored.status),
+                terms=to_text(self._terms),
+                origin=self._origin,
+            )
             return self._begin(restored, status)
 
     def move(self, old: TrainerStage, start: StageStart) -> TrainerStage:
@@ -272,11 +286,10 @@ class StageJoiner:
         Raises:
             UsageError: it has.
         """
-        source = self.source
-        now = None if source.length is None else len(source.dataset)
-        if now != source.length:
+        dataset, length = self.source.dataset, self.source.length
+        if dataset is not None and length is not None and len(dataset) != length:
             raise UsageError(
-                f"train_set: it has {now} samples now, and had {source.length} when the Loop was "
+                f"train_set: it has {len(dataset)} samples now, and had {length} when the Loop was "
                 f"made, by which epochs are counted; give the Loop all samples that there will be, "
                 f"and let a sampler say which of them an epoch has"
             )
@@ -350,9 +363,11 @@ class StageJoiner:
                 shards=self.shards,
                 reference_world=plan.world_size,
                 promise=self._settings.promise,
+                origin=self._origin,
             ),
             carried=carried,
             loaded=self._loaded,
+            joins=self._joins,
         ).run()
 
     def _wait_for_start(self) -> None:
@@ -378,7 +393,7 @@ class StageJoiner:
     def _load_ahead(self, preview: StatePreview) -> None:
         """Load the state that the stage will begin from, before the change is committed."""
         host_state = read_snapshot(preview.fds, preview.stamp)
-        if host_state is not None:
+        if host_state is not None and self._is_ours(host_state.status):
             self.framework.state.load(host_state.layout, host_state.data, host_state.scalars)
             self._loaded = LoadedAhead(stamp=preview.stamp, host_state=host_state)
 

@@ -15,6 +15,27 @@ from pod_runtime.trainer.progress.scaling import Scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOrigin:
+    """Which of the loops that a script makes, one after the other, a state belongs to."""
+
+    number: int = 0  # of the loops that the process had made before
+    checkpoint: str = ""  # the loop's argument; "": none, or of an older version
+
+    def is_of(self, other: Self, *, is_finished: bool) -> bool:
+        """Whether a state of `self` is one of the loop `other`, in another process.
+
+        The path says it where a script leaves out what it has done. Of a script's only loop it may
+        differ from node to node.
+
+        Args:
+            is_finished: the state is that of a training which is complete.
+        """
+        if self.checkpoint and other.checkpoint and self.checkpoint != other.checkpoint:
+            return self.number == other.number == 0 and not is_finished
+        return self.number == other.number or bool(self.checkpoint and other.checkpoint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStatus:
     """Travels in every snapshot, broadcast and checkpoint."""
 
@@ -33,6 +54,7 @@ class LoopStatus:
     promise: str = "rounding"  # one of promises.PROMISES
     best: tuple[BestCheckpoint, ...] = ()  # by metric
     terms: str = ""  # the trainers' arguments, by `terms.to_text`; "": of an older version
+    origin: LoopOrigin = LoopOrigin()
 
     @property
     def epoch(self) -> int:

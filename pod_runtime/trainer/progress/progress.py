@@ -8,7 +8,7 @@ from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, next_epoch
 from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
 from pod_runtime.trainer.progress.epoch_order import EpochOrder, OrderRecord
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, RunInfo, StageEntry
-from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.loop_status import LoopOrigin, LoopStatus
 from pod_runtime.trainer.progress.promises import promise_text
 from pod_runtime.trainer.progress.scaling import Policy, Scaling, first_scaling, rescale, shards_for
 
@@ -217,7 +217,13 @@ class TrainingProgress:
 
 
 def fresh_status(
-    *, run: RunInfo, batch_size: int, shards: int, reference_world: int, promise: str = "rounding"
+    *,
+    run: RunInfo,
+    batch_size: int,
+    shards: int,
+    reference_world: int,
+    promise: str = "rounding",
+    origin: LoopOrigin = LoopOrigin(),  # noqa: B008  it cannot be changed
 ) -> LoopStatus:
     """Return the status of a training that has not begun."""
     return LoopStatus(
@@ -228,6 +234,7 @@ def fresh_status(
         batch_size=batch_size,
         run=run,
         promise=promise,
+        origin=origin,
         scaling=first_scaling(batch_size, reference_world),
     )
 

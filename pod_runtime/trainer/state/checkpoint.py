@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from job_server.api.codec import decode, encode
 from pod_runtime.trainer.errors import CheckpointError
-from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.loop_status import LoopOrigin, LoopStatus
 from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, read_head, write_files
 from pod_runtime.trainer.state.host_state import HostState
 from pod_runtime.trainer.state.owner import Owner
@@ -131,6 +132,7 @@ class CheckpointStore:
                     "stage": made.stage,
                     "step": made.step,
                     "run_id": host_state.status.run_id,
+                    "origin": encode(host_state.status.origin),
                     "written_at": round(time.time(), 3),
                     **self._head,
                 },
@@ -207,6 +209,13 @@ class CheckpointStore:
             layout=layout,
             data=data,
         )
+
+    def origin(self, each: CheckpointId) -> LoopOrigin:
+        """Return which of its script's loops a checkpoint is of, without reading all of it."""
+        try:
+            return decode(LoopOrigin, read_head(self.storage, each.folder).get("origin", {}))
+        except ValueError:  # damaged, which is said where it is loaded
+            return LoopOrigin()
 
     def _written(self, each: CheckpointId) -> str:
         """Return when a checkpoint was written, in words."""

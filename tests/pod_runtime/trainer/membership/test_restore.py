@@ -13,6 +13,7 @@ from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.membership.restore import Restored, StateRestore
+from pod_runtime.trainer.progress.loop_status import LoopOrigin
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import LocalStorage
 from tests.pod_runtime.trainer.membership.test_terms import Group
@@ -74,6 +75,38 @@ def test_a_run_folder_that_one_node_sees_is_read_there_unless_the_path_holds_new
         assert isinstance(each, Restored), each
         assert each.came_from == came_from
         assert each.from_checkpoint is is_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("stored", "here", "is_finished", "is_of"),
+    [
+        pytest.param((0, ""), (0, ""), True, True, id="the only loop"),
+        pytest.param((1, ""), (0, ""), False, False, id="a later loop's"),
+        pytest.param((0, ""), (1, ""), True, False, id="an earlier loop's"),
+        pytest.param((1, "b"), (0, "b"), False, True, id="what was before it is left out"),
+        pytest.param((0, "b"), (1, "b"), True, True, id="several with one path"),
+        pytest.param((1, "b"), (1, "c"), False, False, id="another's, as one is left out"),
+        pytest.param((0, "a"), (0, "b"), True, False, id="the one before, which is complete"),
+        pytest.param((0, "/x/a"), (0, "/y/a"), False, True, id="each node has its path"),
+    ],
+)
+def test_which_loop_of_a_script_a_state_is_of(stored, here, is_finished, is_of):
+    one, other = (LoopOrigin(number=number, checkpoint=path) for number, path in (stored, here))
+    assert one.is_of(other, is_finished=is_finished) is is_of
+
+
+@pytest.mark.parametrize("in_path", [[], [(2, 5)]], ids=["afresh", "from its own checkpoint"])
+def test_a_loop_does_not_begin_from_what_was_written_of_a_later_one_when_the_job_was_paused(
+    tmp_path, in_path
+):
+    made = make_host_state(stage=3, step=12)
+    origin = LoopOrigin(number=1, checkpoint="later")
+    store(tmp_path / "run").write(replace(made, status=replace(made.status, origin=origin)))
+    wanted = replace(WANTED, path=str(tmp_path / "run"))
+    ranks = [wanted, wanted] if in_path else [wanted]  # who begins afresh sends a real model
+    for each in restored(ranks, store(tmp_path / "checkpoint", *in_path)):
+        assert isinstance(each, Restored), each
+        assert each.came_from == (in_path[0] if in_path else None)
 
 
 def test_a_state_that_no_rank_sees_is_an_error_and_no_fresh_start(tmp_path):

@@ -191,6 +191,29 @@ def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it
         assert third <= second <= first + 1, (first, second, third)
 
 
+def test_what_the_second_training_of_a_script_left_is_not_what_the_first_one_goes_on_from(launch):
+    job = launch("again.py", 2)
+    args = "--out", str(job.folder), "--step_s", "0.3"
+    stage = job.start(1, *args)
+    stage.go()
+    (trainer,) = stage.trainers
+    wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
+    stage.go()
+    wait_until(lambda: trainer.said[-1].get("step") == 2, 90)
+    stage.cut()
+    step = stage.drained()
+    stage.end()
+    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
+    stage = job.start(2, *args, restore_from=(1, step))
+    for times in (1, 2, 3):
+        stage.go()
+        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
+        if times < 3:
+            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
+    assert stage.codes() == [0, 0], stage.logs()
+    assert json.loads((job.folder / "began.0").read_text()) == [0, step, 0]
+
+
 def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_loses_nothing(launch):
     job = launch("counting.py", 2)
     stage = job.start(2, *out(job, "--snapshot_steps", "100"))

@@ -77,20 +77,31 @@ class RunLog:
             raise UsageError(
                 f"folder: expected a local or mounted folder, got the URL {os.fspath(folder)!r}"
             )
-        make_mirror = _visualdl_writer() if kind == "visualdl" else None
-        self._loop = loop
-        self._file: _EventWriter | None = None  # None: nothing is written
+        self._make_mirror = _visualdl_writer() if kind == "visualdl" else None
+        self._loop, self._root = loop, Path(folder)
+        self._is_off = False  # closed, or it cannot be written
+        self._file: _EventWriter | None = None  # None: another rank writes, or nobody
         self._mirror: Any = None  # None: no VisualDL
-        if loop.rank != 0:
-            return
-        root = Path(folder)
+        self._follow_rank()
+
+    def _follow_rank(self) -> None:
+        """Write where this is rank 0, and nowhere else: a trainer that stays may become it."""
+        is_mine = self._loop.rank == 0
+        if is_mine and self._file is None and not self._is_off:
+            self._open()
+        elif not is_mine and self._file is not None:
+            self._let_go()
+
+    def _open(self) -> None:
+        position, root = Position(self._loop.epoch, self._loop.step_count), self._root
         try:
-            stages = take_over(root, Position(loop.epoch, loop.step_count))
+            stages = take_over(root, position)
             number = stages[-1].number + 1 if stages else 1
-            if make_mirror is not None:
-                self._mirror = _rebuild_mirror(root, number, stages, make_mirror)
-            self._file = _EventWriter(root, number, Position(loop.epoch, loop.step_count))
+            if self._make_mirror is not None:
+                self._mirror = _rebuild_mirror(root, number, stages, self._make_mirror)
+            self._file = _EventWriter(root, number, position)
         except OSError as error:
+            self._is_off = True
             logger.error(
                 "folder: %s cannot be written: %s; the training goes on without this log",
                 root,
@@ -114,6 +125,7 @@ class RunLog:
             step = self._loop.step_count
         if type(step) is not int or step < 0:
             raise UsageError(f"step: expected a whole number of at least 0, got {step!r}")
+        self._follow_rank()
         if self._loop.rank != 0:
             return
         try:
@@ -140,6 +152,10 @@ class RunLog:
 
     def close(self) -> None:
         """Sync to the disk. Without it a power cut may lose points, and nothing else."""
+        self._is_off = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -169,6 +169,20 @@ def test_a_trainer_that_was_cut_off_writes_to_what_nobody_reads(tmp_path):
     assert [step for step, _value in noted(tmp_path)["loss"]] == list(range(8))
 
 
+def test_a_trainer_that_becomes_rank_0_goes_on_with_the_curves(tmp_path):
+    ranks = [Progress(), Progress(rank=1)]
+    logs = [RunLog(each, tmp_path / "run") for each in ranks]
+    for step in range(6):
+        ranks[0].rank, ranks[1].rank = (1, 0) if 2 <= step < 4 else (0, 1)
+        for log, each in zip(logs, ranks, strict=True):
+            each.step_count = step
+            log.add_scalar("loss", step / 8)
+    for log in logs:
+        log.close()
+        log.add_scalar("loss", 9.0)
+    assert noted(tmp_path / "run")["loss"] == [(step, step / 8) for step in range(6)]
+
+
 def test_other_ranks_touch_nothing(tmp_path):
     log = RunLog(Progress(rank=1), tmp_path / "run")
     log.add_scalar("loss", 1.0)

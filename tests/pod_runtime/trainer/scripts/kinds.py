@@ -257,6 +257,7 @@ def train(model: Any, *, epochs: int, checkpoint: Path | None, shards: int = 3) 
                     functional.mse_loss(part(ids).astype("float64"), numbers) for part in parts
                 ]
                 step.backward(sum(losses[1:], losses[0]))
+            step.clip(0.1 + random.random())
             step.update()
     return {name: each.astype("float64").numpy() for name, each in model.state_dict().items()}
 

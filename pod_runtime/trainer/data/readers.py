@@ -25,6 +25,7 @@ from pod_runtime.trainer.data.worker_errors import (
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkData
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
+from pod_runtime.trainer.progress.drawn import OrderHashes, hash_samples
 from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import RunInfo
 
@@ -83,6 +84,7 @@ class ShardOrder:
         self.shards = shards
         self._drawn = drawn
         self._permutations: dict[int, Ids] = {}
+        self._hashes: dict[int, OrderHashes] = {}  # by epoch
 
     def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardRange]:
         """Return this rank's shards of the batch at `offset`, without empty ones."""
@@ -111,20 +113,42 @@ class ShardOrder:
 
     def ids(self, shard_range: ShardRange) -> Ids:
         """Return the sample ids of a shard; of a stream, its positions."""
+        start, stop = shard_range.start, shard_range.stop
+        if self._is_stream:
+            return np.arange(start, stop, dtype=np.int64)
+        return self._of_epoch(shard_range.epoch)[start:stop]
+
+    def drawn(self, shard_range: ShardRange) -> int:
+        """Return the sum of the hashes of `ids(shard_range)`."""
+        epoch = shard_range.epoch
+        if self._is_stream:
+            return hash_samples(epoch, self.ids(shard_range))
+        found = self._hashes.get(epoch)
+        if found is None:
+            _forget_before(epoch - 1, self._hashes)
+            found = self._hashes[epoch] = OrderHashes(epoch, self._of_epoch(epoch))
+        return found.sum(shard_range.start, shard_range.stop)
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._drawn is None and self.run.dataset_length is None
+
+    def _of_epoch(self, epoch: int) -> Ids:
         if self._drawn is not None:
-            return self._drawn.ids[shard_range.start : shard_range.stop]
-        if self.run.dataset_length is None:
-            return np.arange(shard_range.start, shard_range.stop, dtype=np.int64)
-        order = self._permutations.get(shard_range.epoch)
+            return self._drawn.ids
+        order = self._permutations.get(epoch)
         if order is None:
-            order = permutation(
-                self.run.seed, shard_range.epoch, self.run.dataset_length, self.run.shuffle
-            )
-            # Two: the epoch that trains and the one that is fetched ahead.
-            for old in [each for each in self._permutations if each < shard_range.epoch - 1]:
-                del self._permutations[old]
-            self._permutations[shard_range.epoch] = order
-        return order[shard_range.start : shard_range.stop]
+            assert self.run.dataset_length is not None
+            order = permutation(self.run.seed, epoch, self.run.dataset_length, self.run.shuffle)
+            _forget_before(epoch - 1, self._permutations)
+            self._permutations[epoch] = order
+        return order
+
+
+def _forget_before(epoch: int, by_epoch: dict[int, Any]) -> None:
+    """Keep two: of the epoch that trains and of the one that is fetched ahead."""
+    for old in [each for each in by_epoch if each < epoch]:
+        del by_epoch[old]
 
 
 class ShardBatch(NamedTuple):
@@ -134,7 +158,7 @@ class ShardBatch(NamedTuple):
     step: int
     shard: int
     batch: Any
-    ids: Ids | None = None  # of the samples that were read; None: not known here
+    drawn: int | None = None  # sum of the hashes of what was read; None: not known here
 
 
 class ShardReader(Protocol):
@@ -162,9 +186,9 @@ class InlineReader:
         self._collate = source.collate or data.collate
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
-        ids = self._order.ids(shard_range)
-        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids.tolist()))
-        return ShardBatch(*shard_range.key, batch, ids)
+        ids = self._order.ids(shard_range).tolist()
+        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids))
+        return ShardBatch(*shard_range.key, batch, self._order.drawn(shard_range))
 
     def close(self) -> None:
         pass
@@ -257,13 +281,13 @@ def loader_items(
         on_host: leave batches in the host's memory, whatever the training's device is.
         to_epoch_end: not to the training's.
     """
-    sent: queue.SimpleQueue[tuple[ShardRange, Ids]] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[tuple[ShardRange, int]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
         for shard_range in order.from_cursor(cursor, to_epoch_end=to_epoch_end):
-            ids = order.ids(shard_range)
-            sent.put((shard_range, ids))
-            yield [(shard_range.epoch, sample_id) for sample_id in ids.tolist()]
+            sent.put((shard_range, order.drawn(shard_range)))
+            ids = order.ids(shard_range).tolist()
+            yield [(shard_range.epoch, sample_id) for sample_id in ids]
 
     keyed = KeyedStream if source.is_stream else KeyedDataset
     loader = data.loader(
@@ -274,8 +298,8 @@ def loader_items(
         on_host=on_host,
     )
     return (
-        ShardBatch(*shard_range.key, raise_if_failed(batch), ids)
-        for batch, (shard_range, ids) in zip(loader, iter(sent.get, None), strict=False)
+        ShardBatch(*shard_range.key, raise_if_failed(batch), drawn)
+        for batch, (shard_range, drawn) in zip(loader, iter(sent.get, None), strict=False)
     )
 
 
@@ -337,7 +361,7 @@ class ShardSource:
     def __call__(self) -> Iterator[tuple[Any, ...]]:
         ranges = self._order.from_cursor(self._cursor)
         for item, shard_range in zip(self._items(), ranges, strict=False):
-            epoch, step, shard, batch, _ids = item
+            epoch, step, shard, batch, _drawn = item
             if self._note is not None:
                 self._note(item)
             fields = batch if isinstance(batch, list | tuple) else [batch]

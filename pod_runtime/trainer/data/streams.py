@@ -26,6 +26,7 @@ _OF_ORDER = 3
 _OF_STREAM = 4
 _OF_STEP = 5
 _PROBE = 20
+_WATCHED = 16  # first shards of a process, and one of so many later
 
 _States = tuple[Any, Any, Any]  # of Python's, numpy's and the framework's generators
 
@@ -35,7 +36,7 @@ class FrameworkStreams(Protocol):
 
     def seed(self, key: int) -> None: ...
 
-    def draw(self) -> int: ...
+    def probe(self) -> Any: ...
 
     def rng_state(self) -> Any: ...
 
@@ -110,7 +111,8 @@ class SampleFetcher:
     """Reads samples of a map-style dataset in this process.
 
     Seeding costs more than reading a small sample, so it is done only for datasets that draw. A
-    dataset is known to draw after the first shard in which it does; that shard is read again.
+    dataset is known to draw after the first watched shard in which it does; that shard is read
+    again. Watched are the first shards, the first of an epoch, and of the others every so many.
     """
 
     def __init__(
@@ -126,16 +128,15 @@ class SampleFetcher:
         self._seed = seed
         self._draws = False  # the dataset has drawn random numbers
         self._is_ahead = is_ahead
-        self._was_watched = False
+        self._epoch, self._fetched = -1, 0  # the newest; shards so far
         self._untouched = self._probe()
 
     def fetch(self, epoch: int, ids: Sequence[int]) -> list[Any]:
         """Return the samples of `ids`, in order."""
         dataset = self._dataset
-        if self._is_ahead and self._was_watched and not self._draws:
+        if not (self._is_watched(epoch) or self._draws):
             return [dataset[sample_id] for sample_id in ids]
         if not self._draws:
-            self._was_watched = True
             _seed(self._streams, _PROBE)
             samples = [dataset[sample_id] for sample_id in ids]
             if self._next() == self._untouched:
@@ -153,12 +154,19 @@ class SampleFetcher:
             samples.append(dataset[sample_id])
         return samples
 
-    def _probe(self) -> tuple[float, float, int]:
+    def _is_watched(self, epoch: int) -> bool:
+        number, is_new = self._fetched, epoch != self._epoch
+        self._fetched, self._epoch = number + 1, epoch
+        if self._is_ahead:
+            return number == 0
+        return is_new or number < _WATCHED or number % _WATCHED == 0
+
+    def _probe(self) -> tuple[float, float, Any]:
         _seed(self._streams, _PROBE)
         return self._next()
 
-    def _next(self) -> tuple[float, float, int]:
-        return random.random(), float(np.random.random_sample()), self._streams.draw()
+    def _next(self) -> tuple[float, float, Any]:
+        return random.random(), float(np.random.random_sample()), self._streams.probe()
 
 
 class KeyedDataset:

@@ -218,8 +218,11 @@ class FrameworkData(Protocol):
     def seed(self, key: int) -> None:
         """Seed the framework's generators."""
 
-    def draw(self) -> int:
-        """Return the next number of the host's generator."""
+    def probe(self) -> Any:
+        """Return what is the same after `seed` with the same key, unless a number was drawn since.
+
+        Of the host's generator. It may draw itself.
+        """
 
     def rng_state(self) -> Any:
         """Return where the framework's generators are."""

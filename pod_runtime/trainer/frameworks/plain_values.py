@@ -29,6 +29,8 @@ def differ(one: Any, other: Any) -> bool:
 
 def own_copy(value: Any) -> Any:
     """Return a value as it is now: its lists, dicts and tensors are copies."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, dict):
         made = copy.copy(value)
         for key, each in value.items():

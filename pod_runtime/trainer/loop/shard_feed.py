@@ -19,7 +19,6 @@ from pod_runtime.trainer.data.readers import (
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.errors import PeerLost
 from pod_runtime.trainer.membership.stage import TrainerStage
-from pod_runtime.trainer.progress.batches import Ids
 
 _WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
 
@@ -40,8 +39,8 @@ class ShardFeed:
         self._stage, self._source, self._order = stage, source, order
         self._factory = factory
         self._reader: ShardReader | None = None  # None: nothing has been read yet
-        # Ids of what `shards` has read for the script's own reader, by (epoch, step, shard).
-        self._ids_ahead: dict[tuple[int, int, int], Ids | None] = {}
+        # Hashes of what `shards` has read for the script's own reader, by (epoch, step, shard).
+        self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
 
     def take(self, shard_range: ShardRange) -> ShardBatch:
         """Return a shard's batch; parks with the other ranks while data do not come."""
@@ -58,8 +57,8 @@ class ShardFeed:
             found = self._reader.take(shard_range, _WAIT_S)
         self._stage.member.have_data()
         activity.begin(Doing.STEPPING)
-        if self._ids_ahead:
-            return found._replace(ids=self._ids_ahead.pop(found[:3], found.ids))
+        if self._drawn_ahead:
+            return found._replace(drawn=self._drawn_ahead.pop(found[:3], found.drawn))
         return found
 
     def shards(self, source: DataSource, *, with_ids: bool) -> ShardSource:
@@ -70,7 +69,7 @@ class ShardFeed:
             self._stage.progress.cursor,
             self._stage.framework.data,
             with_ids=with_ids,
-            note=self._note_ids if self._factory is not None else None,
+            note=self._note_drawn if self._factory is not None else None,
         )
 
     @property
@@ -83,8 +82,8 @@ class ShardFeed:
         if self._reader is not None:
             self._reader.close()
 
-    def _note_ids(self, item: ShardBatch) -> None:
-        self._ids_ahead[item[:3]] = item.ids
+    def _note_drawn(self, item: ShardBatch) -> None:
+        self._drawn_ahead[item[:3]] = item.drawn
 
     def _start_reader(self) -> ShardReader:
         cursor, order, source = self._stage.progress.cursor, self._order, self._source

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from job_server.api.wire import TRAIN_LOSS
 from pod_runtime.trainer.data.readers import ShardOrder, ShardRange
 from pod_runtime.trainer.data.source import DataSource
@@ -18,9 +16,9 @@ from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.agreement import ExchangeResult
-from pod_runtime.trainer.progress.batches import Cursor, Ids, rank_shards
+from pod_runtime.trainer.progress.batches import Cursor, rank_shards
 from pod_runtime.trainer.progress.best import BestCheckpoint
-from pod_runtime.trainer.progress.drawn import hash_samples
+from pod_runtime.trainer.progress.drawn import add
 from pod_runtime.trainer.progress.epoch_order import EpochOrder
 
 logger = logging.getLogger(__name__)
@@ -246,7 +244,7 @@ class TrainingStep(Step):
         self._steps = steps
         self._updates = 0
         self._seed_outside_of_shards()
-        self._ids: list[Ids | None] = []  # of what was read, by shard; None: not known
+        self._drawn: int | None = 0  # sum of the hashes of what was read; None: not known
 
     @property
     def number(self) -> int:
@@ -264,7 +262,7 @@ class TrainingStep(Step):
     def _read(self, shard_range: ShardRange) -> Any:
         def read() -> Any:
             found = self._steps.feed.take(shard_range)
-            self._ids.append(found.ids)
+            self._drawn = add(self._drawn, found.drawn)
             return found.batch
 
         batch = self._read_once(read)
@@ -276,7 +274,7 @@ class TrainingStep(Step):
         try:
             if self.result is None:
                 self.result = stage.member.exchange(
-                    self.samples_done, self._drawn(), of, stops=stage.progress.stops
+                    self.samples_done, self._drawn, of, stops=stage.progress.stops
                 )
             else:
                 stage.member.exchange_again(of)
@@ -303,16 +301,6 @@ class TrainingStep(Step):
     def _seed_outside_of_shards(self) -> None:
         cursor, data = self._cursor, self._framework.data
         seed_step(data, self._steps.seed, cursor.epoch, cursor.step, self._updates)
-
-    def _drawn(self) -> int | None:
-        """Return the sum of the hashes of what was read; None: some of it is not known."""
-        known = [ids for ids in self._ids if ids is not None]
-        if len(known) < len(self._ids):
-            return None
-        if not known:
-            return 0
-        ids = known[0] if len(known) == 1 else np.concatenate(known)
-        return hash_samples(self._cursor.epoch, ids)
 
 
 def shortened(names: list[str]) -> str:

@@ -26,6 +26,7 @@ from pod_runtime.trainer.progress.agreement import (
     HEADER_SIZE,
     ExchangeResult,
     SnapshotRequest,
+    alone,
     make_ballot,
     make_comparison,
     make_header,
@@ -379,23 +380,37 @@ class StageMember:
         self._end_if_told()
         request = SnapshotRequest() if void else self._state_manager.snapshot_request()
         cut = self.is_cut
+        patient = cut and self._is_patient
+        if self.world_size == 1:
+            self._sum([0.0] * HEADER_SIZE, contribute=not void, of=of)
+            return alone(
+                cut=cut,
+                void=void,
+                samples=samples,
+                request=request,
+                patient=patient,
+                drawn=drawn,
+                stops=stops,
+            )
         header = make_header(
             cut=cut,
             void=void,
             samples=samples,
             request=request,
-            patient=self._is_patient,
+            patient=patient,
             drawn=drawn,
             stops=stops,
         )
+        return read_header(self._sum(header, contribute=not void, of=of))
+
+    def _sum(self, header: list[float], *, contribute: bool, of: Sequence[int]) -> list[float]:
         with self._gate:
             self._waits = True
         try:
-            sums = self._step.exchange(header, contribute=not void, of=of)
+            return self._step.exchange(header, contribute=contribute, of=of)
         finally:
             with self._gate:
                 self._waits = False
-        return read_header(sums)
 
 
 def exit_as_victim() -> NoReturn:

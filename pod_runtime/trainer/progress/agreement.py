@@ -90,6 +90,27 @@ def read_header(sums: Sequence[float]) -> ExchangeResult:
     )
 
 
+def alone(
+    *,
+    cut: bool,
+    void: bool,
+    samples: int,
+    request: SnapshotRequest,
+    patient: bool = False,
+    drawn: int | None = None,
+    stops: bool = False,
+) -> ExchangeResult:
+    """Return what follows where there is no other rank; the arguments as of `make_header`."""
+    return ExchangeResult(
+        cut=cut and not (patient and void),
+        void=void,
+        samples=samples,
+        request=request,
+        stops=stops,
+        drawn=drawn if samples else None,
+    )
+
+
 def make_comparison(values: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return one rank's part of a comparison of numbers, to be summed over all ranks."""
     finite = np.nan_to_num(np.array(values, np.float64), nan=0.0, posinf=0.0, neginf=0.0)

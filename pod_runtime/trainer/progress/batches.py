@@ -4,8 +4,10 @@ Progress is an absolute cursor, never steps times world size, so that any world 
 global batches, and a batch is cut into the same shards no matter which rank computes them.
 """
 
+import functools
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,5 +152,10 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool = True) -> Ids
 
 def stream_key(*parts: int) -> int:
     """Return a 63-bit seed that belongs to `parts` alone, such as (seed, epoch, step, shard)."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    digest = hashlib.blake2b(_packed(len(parts))(*parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@functools.cache
+def _packed(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}q").pack

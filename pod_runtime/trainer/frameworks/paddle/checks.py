@@ -7,7 +7,6 @@ this trainer's part of the samples, and differ between ranks.
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,18 @@ import paddle
 from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.gradient_marks import GradientMarks
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model
 from pod_runtime.trainer.frameworks.unowned import (
-    WHOLE_STEPS,
     UnownedParameters,
     check_disjoint,
-    check_noted,
     sparse_gradient,
 )
 from pod_runtime.trainer.layout import ITEM_BYTES
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _SAMPLE_BYTES = 64
-_EVERY = 16  # of the parameters one is looked at, in later steps
 
 
 def check_arguments(
@@ -150,72 +147,29 @@ def _checksum(tensor: Any) -> Any:
     return int(data[:whole].view(np.uint64).sum()), data[whole:].tobytes()
 
 
-class GradientMarks:
-    """Detects gradients that were touched after a backward pass: they are this rank's part only.
+def gradient_marks(parameters: Sequence[Any], on_host: bool) -> GradientMarks:
+    """Return the marks of these parameters' gradients.
 
     Paddle counts most changes in place. On the host a few bytes of each show the others, such as
     `parameter.grad = ...`.
     """
+    sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
+    # How a sample is read: with `string_at` it takes more than all else that a mark does.
+    samples = [ctypes.c_char * (min(size, _SAMPLE_BYTES) if on_host else 0) for size in sizes]
 
-    def __init__(self, parameters: Sequence[Any], on_host: bool) -> None:
-        self._parameters = list(parameters)
-        sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
-        # How a sample is read: with `string_at` it takes more than all else that a mark does.
-        self._samples = [
-            ctypes.c_char * (min(size, _SAMPLE_BYTES) if on_host else 0) for size in sizes
-        ]
-        self._marks: list[tuple[int, Any]] = []  # (index of the parameter, mark)
-        self._first = 0  # index of a parameter that had a gradient last time
-        self._noted = 0  # times that it was for an update
-
-    def note(self, *, for_update: bool) -> None:
-        """Remember gradients as they are.
-
-        Args:
-            for_update: mark all parameters in a process's first steps, then a few in turn, as
-                clipping changes all of them. Else mark the first, which clearing would remove.
-        """
-        count = len(self._parameters)
-        if for_update:
-            self._noted += 1
-            few = self._noted > WHOLE_STEPS
-            indices = range(self._noted % _EVERY, count, _EVERY) if few else range(count)
-            self._marks = [(index, self._mark(index)) for index in indices]
-            return
-        self._marks = []
-        for index in chain((self._first,), range(count)):
-            mark = self._mark(index)
-            if mark is not None:
-                self._first, self._marks = index, [(index, mark)]
-                return
-
-    def forget(self) -> None:
-        self._marks = []
-
-    def check(self) -> None:
-        """Check that what was noted is unchanged, and in a process's first steps, that all was.
-
-        Raises:
-            UsageError: it is not.
-        """
-        if not self._marks and self._noted <= WHOLE_STEPS:
-            check_noted(each.name for each in self._parameters if each._grad_ivar() is not None)
-        for index, mark in self._marks:
-            if self._mark(index) != mark:
-                raise UsageError(
-                    f"gradients: that of {self._parameters[index].name} was changed after "
-                    f"step.backward(loss). Until step.update() each trainer has a part of the "
-                    f"gradient only, so what is done to it would depend on their number. Clip by "
-                    f"the optimizer (grad_clip=), scale the loss, pass a loss scaler as scaler=; "
-                    f"step.update() clears gradients itself"
-                )
-
-    def _mark(self, index: int) -> Any:
-        grad = self._parameters[index]._grad_ivar()
+    def mark(index: int) -> Any:
+        grad = parameters[index]._grad_ivar()
         if grad is None:
             return None
         if not grad.is_dense():
-            raise UsageError(sparse_gradient(self._parameters[index].name))
+            raise UsageError(sparse_gradient(parameters[index].name))
         address = grad.data_ptr()
-        sample = self._samples[index].from_address(address).raw if address else b""
+        sample = samples[index].from_address(address).raw if address else b""
         return address, grad._inplace_version(), sample
+
+    return GradientMarks(
+        len(parameters),
+        mark,
+        lambda index: str(parameters[index].name),
+        clip="step.clip(max_norm) or the optimizer (grad_clip=)",
+    )

@@ -15,7 +15,7 @@ class PaddleData:
     def seed(self, key: int) -> None:
         paddle.seed(key & 0x7FFFFFFF)
 
-    def draw(self) -> int:
+    def probe(self) -> Any:
         return int(core.default_cpu_generator().random())
 
     def rng_state(self) -> Any:

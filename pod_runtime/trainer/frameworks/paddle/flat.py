@@ -59,6 +59,7 @@ class HostFlat:
         self._item = np.dtype(dtype).itemsize
         memory = (ctypes.c_char * (max(size, 1) * self._item)).from_address(self._base)
         self.array = np.frombuffer(memoryview(memory), dtype)
+        self._zero = paddle.zeros([], dtype)
 
     def gather(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         """Copy each tensor to its slice; None leaves zeros."""
@@ -105,14 +106,21 @@ class HostFlat:
 
     def write_front(self, before: Sequence[float], number: Any, after: Sequence[float]) -> None:
         """Write numbers to the front, amid them the one of a tensor of one element."""
-        self.write(0, [*before, float(number), *after])
+        self.write(0, [*before, number.item(), *after])
 
     def values(self, offset: int, size: int) -> Any:
         """Return elements that support arithmetic; shares memory."""
         return self.array[offset : offset + size]
 
+    def number(self, offset: int) -> Any:
+        """Return a copy of one element, a tensor without dimensions."""
+        made = self._zero.clone()
+        ctypes.memmove(made.data_ptr(), self._base + offset * self._item, self._item)
+        return made
+
     def numbers(self, offset: int, size: int) -> list[float]:
-        return [float(value) for value in self.array[offset : offset + size]]
+        found: list[float] = self.array[offset : offset + size].tolist()
+        return found
 
 
 class DeviceFlat:
@@ -156,6 +164,9 @@ class DeviceFlat:
 
     def values(self, offset: int, size: int) -> Any:
         return self.tensor[offset : offset + size]
+
+    def number(self, offset: int) -> Any:
+        return self.tensor[offset].clone()
 
     def numbers(self, offset: int, size: int) -> list[float]:
         return [float(value) for value in self.tensor[offset : offset + size].numpy()]

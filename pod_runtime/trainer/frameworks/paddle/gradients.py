@@ -227,7 +227,7 @@ class GradientExchange:
             reduce(flat.tensor)
         first = self._groups[0][2]
         numbers = first.numbers(0, self._header_size + 1 + len(self.parameters))
-        self._buffers.loss.value = first.tensor[self._header_size].clone()
+        self._buffers.loss.value = first.number(self._header_size)
         self._presence = numbers[self._header_size + 1 :]
         return numbers[: self._header_size]
 

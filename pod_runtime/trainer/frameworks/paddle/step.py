@@ -8,7 +8,7 @@ import paddle
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
-from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks
+from pod_runtime.trainer.frameworks.paddle.checks import gradient_marks
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
     ShardBuffers,
@@ -60,7 +60,7 @@ class PaddleStep:
         self._exchange = self._make_exchange(trained_parameters(model, optimizer))
         owned = {id(each) for each in optimizer_parameters(optimizer)}
         mine = [each for each in model.parameters() if id(each) in owned]  # frozen ones, too
-        self._marks = GradientMarks(mine, on_host)
+        self._marks = gradient_marks(mine, on_host)
         self._parameters = model.parameters() if is_alone else mine
         self._frozen = self._what_is_frozen()
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
@@ -107,7 +107,7 @@ class PaddleStep:
         if contribute:
             self._marks.check()
         if self._group.world_size == 1:
-            return [float(value) for value in header]
+            return list(header)
         self._follow_frozen()
         return self._exchange.run(header, contribute, self._group.reduce)
 

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.gradient_marks import GradientMarks
 from pod_runtime.trainer.frameworks.torch.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import (
-    WHOLE_STEPS,
     UnownedParameters,
     check_disjoint,
-    check_noted,
     sparse_gradient,
 )
 
@@ -205,51 +204,25 @@ class SchedulerCheck:
             )
 
 
-class TorchGradientMarks:
-    """Detects gradients that were touched after a backward pass: they are this rank's part only.
+def gradient_marks(model: Any, optimizer: Any) -> GradientMarks:
+    """Return the marks of an optimizer's gradients.
 
     PyTorch counts changes in place; another tensor is seen by its identity. Sparse gradients have
     none, and are refused.
     """
+    owned = owned_parameters(optimizer)
+    names, parameters = [], []
+    for name, each in model.named_parameters():
+        if id(each) in owned:
+            names.append(name)
+            parameters.append(each)
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        owned = owned_parameters(optimizer)
-        self._named = [(n, p) for n, p in model.named_parameters() if id(p) in owned]
-        self._marks: list[Any] = []
-        self._updates = 0
+    def mark(index: int) -> Any:
+        grad = parameters[index].grad
+        if grad is None:
+            return None
+        if grad.layout != torch.strided:
+            raise UsageError(sparse_gradient(names[index]))
+        return grad.data_ptr(), grad._version
 
-    def note(self) -> None:
-        """Remember gradients as they are. Raises UsageError: one is sparse."""
-        try:
-            self._marks = [_mark(each) for _name, each in self._named]
-        except RuntimeError:
-            for name, each in self._named:
-                if each.grad is not None and each.grad.layout != torch.strided:
-                    raise UsageError(sparse_gradient(name)) from None
-            raise
-
-    def forget(self) -> None:
-        self._marks = []
-        self._updates += 1
-
-    def check(self) -> None:
-        """Check that what was noted is unchanged, and in a process's first steps, that all was.
-
-        Raises:
-            UsageError: it is not.
-        """
-        if not self._marks and self._updates <= WHOLE_STEPS:
-            check_noted(name for name, each in self._named if each.grad is not None)
-        for (name, parameter), mark in zip(self._named, self._marks, strict=False):
-            if _mark(parameter) != mark:
-                raise UsageError(
-                    f"gradients: that of {name} was changed after step.backward(loss). Until "
-                    f"step.update() each trainer has a part of the gradient only, so what is done "
-                    f"to it would depend on their number. Clip by step.clip(max_norm), scale the "
-                    f"loss, pass a loss scaler as scaler=; step.update() clears gradients itself"
-                )
-
-
-def _mark(parameter: Any) -> Any:
-    grad = parameter.grad
-    return None if grad is None else (grad.data_ptr(), grad._version)
+    return GradientMarks(len(names), mark, lambda index: names[index], clip="step.clip(max_norm)")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pod_runtime.trainer.errors import UsageError
@@ -30,7 +31,11 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 class _Flat:
-    """A flat tensor of one type, and a view of it for each of some tensors, after a front."""
+    """A flat tensor of one type, and a view of it for each of some tensors, after a front.
+
+    `values` are its elements, to compute with: on the host an array of numpy, since there an
+    operation on a small tensor costs ten times as much.
+    """
 
     def __init__(self, tensors: Sequence[Any], dtype: Any, device: Any, front: int = 0) -> None:
         size = front + sum(tensor.numel() for tensor in tensors)
@@ -39,17 +44,84 @@ class _Flat:
         for tensor in tensors:
             self.views.append(self.tensor[front : front + tensor.numel()].view(tensor.shape))
             front += tensor.numel()
+        on_host = self.tensor.device.type == "cpu"
+        self.values = self.tensor.numpy() if on_host else self.tensor
+        self.arrays = [each.numpy() for each in self.views] if on_host else []  # of the views
 
 
-@dataclass(slots=True)
 class _Buffers:
     """The buffers of one type in a step."""
 
-    tensors: list[Any]
-    start: _Flat  # as every shard finds them
-    base: Any  # from which changes are counted: `start`, or, where that may be infinite, a copy
-    now: _Flat  # as the newest shard has left them
-    changes: Any  # sum over this rank's shards, like `now.tensor`
+    def __init__(self, tensors: list[Any], dtype: Any, own: OwnBuffers) -> None:
+        device = tensors[0].device
+        self.tensors = tensors
+        self.start = _Flat(tensors, dtype, device)  # as every shard finds them
+        self.now = _Flat(tensors, dtype, device)  # as the newest shard has left them
+        self.changes = _Flat(tensors, dtype, device).values  # sum over this rank's shards
+        # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be told,
+        # but what the shards have made of it can: as the change from zero.
+        self.is_finite = all(bool(each.isfinite().all()) for each in tensors)
+        # From which changes are counted.
+        self.base = self.start.values if self.is_finite else _Flat(tensors, dtype, device).values
+        self._own = own
+        self._is_on_host = device.type == "cpu" and all(each.dtype == dtype for each in tensors)
+        self._places: list[Any] = []
+        self._arrays: list[Any] = []  # which share the tensors' memory
+
+    def begin(self) -> None:
+        """Copy the buffers to `start`."""
+        self._keep(self.start)
+        if not self.is_finite:
+            lib = np if isinstance(self.base, np.ndarray) else torch
+            self.base[:] = lib.nan_to_num(self.start.values, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def swap(self) -> None:
+        """Copy the buffers to `now`, and `start` to the buffers."""
+        if self._is_on_host:
+            pieces = zip(self._shared(), self.now.arrays, self.start.arrays, strict=True)
+            for array, now, start in pieces:
+                now[...] = array
+                array[...] = start
+        else:
+            self._keep(self.now)
+            self._put(self.start)
+
+    def end(self) -> None:
+        """Copy `now` to the buffers."""
+        self._put(self.now)
+
+    def _keep(self, flat: _Flat) -> None:
+        if self._is_on_host:
+            for array, piece in zip(self._shared(), flat.arrays, strict=True):
+                piece[...] = array
+            return
+        with torch.no_grad():
+            try:
+                torch._foreach_copy_(flat.views, self.tensors)
+            except RuntimeError:
+                self._check_shapes()
+                raise
+
+    def _put(self, flat: _Flat) -> None:
+        if self._is_on_host:
+            for array, piece in zip(self._shared(), flat.arrays, strict=True):
+                array[...] = piece
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self.tensors, flat.views)
+
+    def _shared(self) -> list[Any]:
+        places = [(each.data_ptr(), each.shape) for each in self.tensors]
+        if places != self._places:  # by `tensor.data = ...`, or as it was resized
+            self._check_shapes()
+            self._arrays = [each.detach().numpy() for each in self.tensors]
+            self._places = places
+        return self._arrays
+
+    def _check_shapes(self) -> None:
+        for view, tensor in zip(self.start.views, self.tensors, strict=True):
+            if view.shape != tensor.shape:
+                self._own.refuse_resized(tensor, view.shape)
 
 
 class TorchShardBuffers:
@@ -68,28 +140,7 @@ class TorchShardBuffers:
         by_type: dict[Any, list[Any]] = {}
         for each in self.own.tensors:
             by_type.setdefault(sum_dtype(each.dtype), []).append(each)
-        self._groups = {}
-        for dtype, mine in by_type.items():
-            start, now = (_Flat(mine, dtype, mine[0].device) for _ in range(2))
-            # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be
-            # told, but what the shards have made of it can: as the change from zero.
-            is_finite = all(bool(each.isfinite().all()) for each in mine)
-            base = start.tensor if is_finite else torch.zeros_like(start.tensor)
-            changes = torch.zeros_like(now.tensor)
-            self._groups[dtype] = _Buffers(mine, start, base, now, changes)
-        self._infinite = [g for g in self._groups.values() if g.base is not g.start.tensor]
-        groups = list(self._groups.values())
-        # What is copied by one call: on the host all, on a device what has one type.
-        on_host = all(each.device.type == "cpu" for each in self.own.tensors)
-        self._copied = [
-            [
-                [tensor for group in part for tensor in group.tensors],
-                [view for group in part for view in group.start.views],
-                [view for group in part for view in group.now.views],
-            ]
-            for part in ([groups] if on_host else [[group] for group in groups])
-            if part
-        ]
+        self._groups = {dtype: _Buffers(mine, dtype, self.own) for dtype, mine in by_type.items()}
         self.shards = self._counted = 0  # of this rank since the last update; in `changes`
         self._had_shards = False  # before that, in this step
 
@@ -98,11 +149,8 @@ class TorchShardBuffers:
         self.own.take_back()
         self.shards = self._counted = 0
         self._had_shards = False
-        with torch.no_grad():
-            for tensors, start, _now in self._copied:
-                self._copy_all(start, tensors)
-            for each in self._infinite:
-                torch.nan_to_num(each.start.tensor, 0.0, 0.0, 0.0, out=each.base)
+        for each in self._groups.values():
+            each.begin()
 
     def begin_update(self) -> None:
         """Begin anew within a step: the next update may have shards, or none."""
@@ -115,10 +163,8 @@ class TorchShardBuffers:
         if self.shards:
             self._count_newest()
         self.shards += 1
-        with torch.no_grad():
-            for tensors, start, now in self._copied:
-                self._copy_all(now, tensors)
-                torch._foreach_copy_(tensors, start)
+        for each in self._groups.values():
+            each.swap()
 
     def changed_since_shard(self) -> set[int]:
         """Return the ids of the buffers that are not as `end_shard` has put them back."""
@@ -129,15 +175,6 @@ class TorchShardBuffers:
             for tensor, view in zip(group.tensors, group.start.views, strict=True)
             if not torch.allclose(tensor.to(view.dtype), view, 0.0, 0.0, equal_nan=True)
         }
-
-    def _copy_all(self, views: Sequence[Any], tensors: Sequence[Any]) -> None:
-        try:
-            torch._foreach_copy_(views, tensors)
-        except RuntimeError:
-            for view, tensor in zip(views, tensors, strict=True):
-                if view.shape != tensor.shape:
-                    self.own.refuse_resized(tensor, view.shape)
-            raise
 
     def written_in_part(self) -> set[int]:
         """Return the ids of the buffers into a part of which the newest shard has written."""
@@ -156,45 +193,51 @@ class TorchShardBuffers:
         """Add what the newest shard has changed; there may be none."""
         for each in self._groups.values():
             if not self.shards:
-                each.changes.zero_()
-                if self._had_shards and each.base is not each.start.tensor:
-                    each.changes += each.start.tensor - each.base  # it stays as it is
+                each.changes[:] = 0
+                if self._had_shards and not each.is_finite:
+                    each.changes[:] = each.start.values - each.base  # it stays as it is
             elif self._counted == 0:
-                torch.sub(each.now.tensor, each.base, out=each.changes)
+                each.changes[:] = each.now.values - each.base
             elif self._counted < self.shards:
-                each.changes += each.now.tensor - each.base
+                each.changes += each.now.values - each.base
         self._counted = self.shards
 
     def changes(self, contribute: bool = True) -> dict[Any, Any]:
         """Return the sums of the changes of this rank's shards, by type; or zeros."""
         if not contribute:
-            return {dtype: torch.zeros_like(each.changes) for dtype, each in self._groups.items()}
+            return {dtype: _zeros_like(each.changes) for dtype, each in self._groups.items()}
         self._count_newest()
         return {dtype: each.changes for dtype, each in self._groups.items()}
 
     def apply_alone(self, filled_shards: int) -> None:
         """Move the buffers by what this rank's shards, which are all there are, have changed."""
         if filled_shards > 1:
-            self.apply({key: _mean(each, filled_shards) for key, each in self.changes().items()})
+            changes = self.changes().items()
+            self.apply({dtype: _mean(each, filled_shards, dtype) for dtype, each in changes})
             return
         self._put_now()  # to the bit as the only shard has left them
 
     def apply(self, moves: Mapping[Any, Any]) -> None:
         """Move the buffers by the mean over all shards of what they have changed."""
         for dtype, each in self._groups.items():
-            torch.add(each.base, moves[dtype], out=each.now.tensor)
+            each.now.values[:] = each.base + moves[dtype]
         self._put_now()
 
     def _put_now(self) -> None:
-        with torch.no_grad():
-            for tensors, _start, now in self._copied:
-                torch._foreach_copy_(tensors, now)
+        for each in self._groups.values():
+            each.end()
 
 
-def _mean(sums: Any, count: int) -> Any:
-    if sums.is_floating_point():
+def _zeros_like(values: Any) -> Any:
+    return (np if isinstance(values, np.ndarray) else torch).zeros_like(values)
+
+
+def _mean(sums: Any, count: int, dtype: Any) -> Any:
+    if dtype != torch.int64:
         return sums / count
-    return (sums.to(torch.float64) / count).round().to(sums.dtype)
+    if isinstance(sums, np.ndarray):
+        return np.rint(sums / count).astype(np.int64)
+    return (sums.to(torch.float64) / count).round().to(torch.int64)
 
 
 def _copy(source: Any, target: Any) -> None:
@@ -282,7 +325,7 @@ class TorchGradientExchange:
         self._buffers = buffers
         self._header_size = header_size
         self._presence: list[float] = []
-        sizes = {dtype: each.numel() for dtype, each in buffers.changes().items()}
+        sizes = {dtype: len(each) for dtype, each in buffers.changes().items()}
         self._counts = sizes.pop(torch.int64, 0) > 0
         self._sums: Any | None = None  # of whole numbers' changes; None: all are as usual
         self._usual: Any | None = None  # change by a shard, as all ranks know it; None: none is
@@ -296,14 +339,12 @@ class TorchGradientExchange:
             mine = [i for i, each in enumerate(self._parameters) if sum_dtype(each.dtype) == dtype]
             changes = front + sizes.get(dtype, 0)
             flat = _Flat([self._parameters[i] for i in mine], dtype, device, changes)
-            self._groups[dtype] = _Gradients(mine, flat, flat.tensor[front:changes])
+            self._groups[dtype] = _Gradients(mine, flat, flat.values[front:changes])
             front = 0
-        first = next(iter(self._groups.values())).flat.tensor
-        self._front = first[:front_size]
-        self._loss, self._unusual = first[header_size], first[header_size + 1]
-        # On the host the front is written in place: every small operation on tensors costs as much
-        # as all of this, right after a backward pass has emptied the caches.
-        self._on_host = device.type == "cpu"
+        first = next(iter(self._groups.values())).flat
+        self._front = first.tensor[:front_size]
+        self._loss, self._unusual = self._front[header_size], self._front[header_size + 1]
+        self._on_host = device.type == "cpu"  # there the front is written in place
         self._written = (
             self._front if self._on_host else torch.zeros(front_size, dtype=torch.float64)
         )
@@ -319,10 +360,10 @@ class TorchGradientExchange:
         usual = self._usual
         if usual is not None and shards != 1:
             usual = usual * shards
-        is_usual = self._on_host and usual is not None and torch.equal(changes[torch.int64], usual)
+        is_usual = self._on_host and usual is not None and not (changes[torch.int64] != usual).any()
         self._numbers[:] = [
             *header,
-            float(loss) if self._on_host else 0.0,
+            loss.item() if self._on_host else 0.0,
             *([float(not is_usual), shards] if self._counts else ()),
             *[float(grad is not None) for grad in grads],
         ]
@@ -333,8 +374,8 @@ class TorchGradientExchange:
                 self._unusual.copy_((changes[torch.int64] != usual).any())
         with torch.no_grad():
             for dtype, each in self._groups.items():
-                if each.changes.numel():
-                    each.changes.copy_(changes[dtype])
+                if len(each.changes):
+                    each.changes[:] = changes[dtype]
                 each.gather([grads[index] for index in each.indices])
         for each in self._groups.values():
             reduce(each.flat.tensor)
@@ -346,8 +387,9 @@ class TorchGradientExchange:
             unusual, self._shards = map(round, found[after : after + 2])
             after += 2
             if unusual:
-                self._sums = changes[torch.int64].clone()
-                reduce(self._sums)
+                sums = torch.as_tensor(changes[torch.int64] + 0)
+                reduce(sums)
+                self._sums = sums.numpy() if self._on_host else sums
         self._presence = found[after:]
         return found[: self._header_size]
 
@@ -357,17 +399,17 @@ class TorchGradientExchange:
         for dtype, each in self._groups.items():
             with torch.no_grad():
                 each.scatter([self._target(index) for index in each.indices])
-            if each.changes.numel():
-                moves[dtype] = _mean(each.changes, filled_shards)
+            if len(each.changes):
+                moves[dtype] = _mean(each.changes, filled_shards, dtype)
         if self._sums is not None:
-            moves[torch.int64] = _mean(self._sums, filled_shards)
-            by_shard = _mean(self._sums, max(1, self._shards))
-            is_usual = torch.equal(by_shard * self._shards, self._sums)
+            moves[torch.int64] = _mean(self._sums, filled_shards, torch.int64)
+            by_shard = _mean(self._sums, max(1, self._shards), torch.int64)
+            is_usual = not (by_shard * self._shards != self._sums).any()
             self._usual = by_shard if is_usual else None
         elif self._usual is not None:
             moves[torch.int64] = self._usual
             if self._shards != filled_shards:  # some did nothing: it is a further update
-                moves[torch.int64] = _mean(self._usual * self._shards, filled_shards)
+                moves[torch.int64] = _mean(self._usual * self._shards, filled_shards, torch.int64)
         self._buffers.apply(moves)
 
     def _target(self, index: int) -> Any | None:

@@ -126,11 +126,11 @@ class TorchOptimizer:
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""
         groups, schedulers = self._now()
-        self._committed = own_copy(groups), own_copy(schedulers)
+        self._committed = groups, own_copy(schedulers)
 
     def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         groups = [
-            {name: value for name, value in group.items() if name not in _NO_OPTIONS}
+            {name: own_copy(value) for name, value in group.items() if name not in _NO_OPTIONS}
             for group in self._optimizer.param_groups
         ]
         return groups, [each.state_dict() for each in self._schedulers]

@@ -9,7 +9,7 @@ import torch
 from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
 from pod_runtime.trainer.frameworks.torch.checks import (
     SchedulerCheck,
-    TorchGradientMarks,
+    gradient_marks,
     owned_parameters,
     trained_parameters,
 )
@@ -41,7 +41,7 @@ class TorchStep:
         self._scaler, self._header_size = scaler, header_size
         self._exchange = self._make_exchange()
         self._frozen = self._what_is_frozen()
-        self._marks = TorchGradientMarks(model, optimizer)
+        self._marks = gradient_marks(model, optimizer)
         self._scheduler_check = SchedulerCheck(optimizer, schedulers)
         self._weights: dict[tuple[float, Any, Any, Any], Any] = {}
 
@@ -67,7 +67,7 @@ class TorchStep:
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward(self._factor(loss, weight))
-        self._marks.note()
+        self._marks.note(for_update=is_last)
 
     def _factor(self, loss: Any, weight: float) -> Any:
         key = (weight, loss.dtype, loss.shape, loss.device)
@@ -82,7 +82,7 @@ class TorchStep:
         if contribute:
             self._marks.check()
         if self._group.world_size == 1:
-            return [float(value) for value in header]
+            return list(header)
         frozen = self._what_is_frozen()
         if frozen != self._frozen:  # a script may unfreeze layers as the training goes on
             self._exchange = self._make_exchange()
@@ -100,7 +100,7 @@ class TorchStep:
 
     def note_gradients(self, is_last: bool) -> None:
         """Remember gradients as they are."""
-        self._marks.note()
+        self._marks.note(for_update=is_last)
 
     def accumulate(self, loss: Any, weight: float, parameters: Sequence[Any]) -> None:
         """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""

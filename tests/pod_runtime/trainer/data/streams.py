@@ -17,6 +17,8 @@ class Streams:
     def draw(self) -> int:
         return self.random.getrandbits(32)
 
+    probe = draw
+
     def rng_state(self) -> Any:
         return self.random.getstate()
 

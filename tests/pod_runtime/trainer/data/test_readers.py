@@ -91,6 +91,23 @@ def test_a_dataset_that_draws_nothing_is_read_once_per_sample():
     assert data.read == [1, 2, 4, 3, 5, 3, 5, 7]
 
 
+def test_a_dataset_that_draws_late_is_keyed_from_the_next_watched_shard_on():
+    """The first of an epoch is watched, and every sixteenth."""
+    streams = Streams()
+    data = Drawing(streams, "random")
+    quiet = [[1], [2]] * 10
+    for drawing, is_keyed in (((1, [3]), True), ((0, [3]), False)):
+        fetcher = SampleFetcher(data, streams, seed=5)
+        for ids in quiet:
+            fetcher.fetch(0, ids)
+        data.read.clear()
+        fetcher.fetch(*drawing)
+        assert data.read == [3, 3] if is_keyed else [3]
+    for _ in range(12):  # shards 21 to 32
+        fetcher.fetch(0, [3])
+    assert fetcher.fetch(0, [6]) == SampleFetcher(data, streams, seed=5).fetch(0, [6])
+
+
 def test_shards_have_streams_of_their_own():
     streams = Streams()
     drawn = set()

@@ -365,6 +365,20 @@ def test_buffers_move_by_the_mean_change_of_the_shards():
     assert norm.num_batches_tracked.item() == 1
 
 
+def test_a_buffer_whose_memory_is_another_one_now_is_merged_there():
+    norm = nn.BatchNorm1d(2, momentum=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    framework = torch_framework(norm, optimizer, header_size=HEADER)
+    for mean in (1.0, 1.5):
+        framework.step.begin()
+        norm(torch.full((3, 2), 2.0))
+        framework.step.end_shard()
+        framework.step.exchange([0.0] * HEADER, True)
+        framework.step.apply(filled_shards=1, lr_factor=1.0)
+        assert norm.running_mean.tolist() == [mean, mean]
+        norm.running_mean.data = norm.running_mean.data.clone()
+
+
 class Replacing(nn.Module):
     """Counts its calls in a buffer, by a new tensor each time."""
 
@@ -816,7 +830,7 @@ def begun() -> tuple[Any, Any]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER
     )
     framework.step.begin()
-    framework.step.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    framework.step.backward(model(torch.ones(1, 2)).sum(), 1.0, is_last=True)
     return framework, model
 
 
@@ -838,6 +852,29 @@ def test_gradients_that_are_changed_before_the_update_are_refused(touch):
     touch(model)
     with pytest.raises(UsageError, match=r"was changed after step\.backward"):
         framework.step.exchange([0.0] * HEADER, True)
+
+
+def test_one_gradient_that_is_changed_in_every_step_is_found_within_sixteen():
+    framework, model = begun()
+    for _ in range(3):
+        make_update(framework, model)
+    with pytest.raises(UsageError, match=r"gradients: that of bias was changed"):
+        make_updates_by_hand(framework, model, 16)
+
+
+def make_updates_by_hand(framework: Any, model: Any, count: int) -> None:
+    for _ in range(count):
+        model.bias.grad.mul_(0.5)
+        make_update(framework, model)
+
+
+def make_update(framework: Any, model: Any) -> None:
+    """Make the update that has begun, and begin the next."""
+    framework.step.exchange([0.0] * HEADER, True)
+    framework.step.apply(filled_shards=1, lr_factor=1.0)
+    framework.step.begin()
+    framework.step.backward(model(torch.ones(1, 2)).sum(), 1.0, is_last=True)
+    framework.step.end_shard()
 
 
 def test_gradients_may_be_read_and_several_losses_added():

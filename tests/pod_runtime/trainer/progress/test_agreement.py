@@ -8,6 +8,7 @@ from pod_runtime.trainer.progress.agreement import (
     AgreedCut,
     ExchangeResult,
     SnapshotRequest,
+    alone,
     make_ballot,
     make_comparison,
     make_header,
@@ -43,6 +44,25 @@ def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
             renew=any(request.renew for *_, request in ranks),
         ),
     )
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "cut": st.booleans(),
+            "void": st.booleans(),
+            "samples": st.integers(0, 4096),
+            "request": st.builds(
+                SnapshotRequest, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()
+            ),
+            "patient": st.booleans(),
+            "drawn": st.none() | st.integers(0, 2**64 - 1),
+            "stops": st.booleans(),
+        }
+    )
+)
+def test_a_rank_that_is_alone_comes_to_what_its_header_says(mine):
+    assert alone(**mine) == read_header(make_header(**mine))
 
 
 @given(

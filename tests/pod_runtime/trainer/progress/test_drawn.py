@@ -12,6 +12,7 @@ from pod_runtime.trainer.progress.agreement import (
     read_header,
 )
 from pod_runtime.trainer.progress.drawn import (
+    OrderHashes,
     add,
     from_pieces,
     from_text,
@@ -59,6 +60,17 @@ def test_a_sum_says_which_samples_and_how_often_but_not_in_which_order():
     ids = np.arange(5)
     hash_samples(3, ids)
     assert ids.tolist() == [0, 1, 2, 3, 4], "the ids themselves stay as they are"
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 40)), max_size=8), st.integers(1, 70))
+def test_hashes_of_an_order_are_those_of_its_samples_wherever_one_asks(asked, ahead):
+    ids = np.random.RandomState(2).permutation(100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pod_runtime.trainer.progress.drawn._AHEAD", ahead)
+        hashes = OrderHashes(5, ids)
+        for start, count in asked:
+            stop = min(100, start + count)
+            assert hashes.sum(start, stop) == hash_samples(5, ids[start:stop])
 
 
 sums = st.integers(0, MASK)

@@ -1,0 +1,78 @@
+"""Detect gradients that a script touches before the update: they are this rank's part only.
+
+Of either framework, which says what a mark is.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.unowned import WHOLE_STEPS, check_noted
+
+_EVERY = 16  # of the parameters one is looked at, in later steps
+
+
+class GradientMarks:
+    """The marks of an optimizer's gradients, which differ when these do."""
+
+    def __init__(
+        self, count: int, mark: Callable[[int], Any], name: Callable[[int], str], *, clip: str
+    ) -> None:
+        """
+        Args:
+            count: of the parameters.
+            mark: returns the mark of a parameter's gradient; None: it has none.
+            name: returns a parameter's name.
+            clip: how a script clips.
+        """
+        self._count, self._mark, self._name, self._clip = count, mark, name, clip
+        self._marks: list[tuple[int, Any]] = []  # (index of the parameter, mark)
+        self._first = 0  # index of a parameter that had a gradient last time
+        self._updates = 0  # before this one
+
+    def note(self, *, for_update: bool) -> None:
+        """Remember gradients as they are.
+
+        Args:
+            for_update: mark all parameters in a process's first steps, then a few in turn, as
+                clipping changes all of them. Else mark the first, which clearing would remove.
+        """
+        if for_update:
+            few = self._updates >= WHOLE_STEPS
+            indices = range(self._updates % _EVERY, self._count, _EVERY) if few else self._all
+            self._marks = [(index, self._mark(index)) for index in indices]
+            return
+        self._marks = []
+        for index in chain((self._first,), self._all):
+            mark = self._mark(index)
+            if mark is not None:
+                self._first, self._marks = index, [(index, mark)]
+                return
+
+    @property
+    def _all(self) -> range:
+        return range(self._count)
+
+    def forget(self) -> None:
+        """Forget them: the update is made, or is not going to be."""
+        self._marks = []
+        self._updates += 1
+
+    def check(self) -> None:
+        """Check that what was noted is unchanged, and in a process's first steps, that all was.
+
+        Raises:
+            UsageError: it is not.
+        """
+        if not self._marks and self._updates < WHOLE_STEPS:
+            check_noted(self._name(each) for each in self._all if self._mark(each) is not None)
+        for index, mark in self._marks:
+            if self._mark(index) != mark:
+                raise UsageError(
+                    f"gradients: that of {self._name(index)} was changed after "
+                    f"step.backward(loss). Until step.update() each trainer has a part of the "
+                    f"gradient only, so what is done to it would depend on their number. Clip by "
+                    f"{self._clip}, scale the loss, pass a loss scaler as scaler=; "
+                    f"step.update() clears gradients itself"
+                )

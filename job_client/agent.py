@@ -425,6 +425,8 @@ class Agent:
             at_work = [pod.at_work for pod in pods if pod.at_work is not None]
             saving = next(iter(at_work), None)
             if saving is None:
+                for pod in pods:
+                    pod.rouse_shim("its state is to be written")
                 saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
                 if self._end is not EndMode.KILL:
                     saving.start()

@@ -217,6 +217,7 @@ class PodSupervisor:
                 return  # called again later: two writers must not write to one folder
             self._saving = None
         if order is not None and self._saving is None:
+            self.rouse_shim("its state is to be written")
             self._saving = self.saving(order, [self.folder])
             self._saving.start()
 
@@ -267,18 +268,19 @@ class PodSupervisor:
         return True
 
     def _end(self, request: dict[str, object], grace_s: float) -> None:
-        """Have the shim end the pod; after the grace, without a shim that was stopped (SIGSTOP).
+        """Have the shim end the pod; after the grace, without a shim that is stopped (SIGSTOP) again.
 
         The state that it holds is lost with it. One that only is slow to answer is waited for.
         """
         deadline = time.monotonic() + grace_s
+        self.rouse_shim("its pod is to end")
         self._ask(request)
         while not self._ended.wait(max(0.0, deadline - time.monotonic())):
             if not self._ask({"op": "status"}) and self._shim_is_stopped():
                 break
             deadline = time.monotonic() + ANSWER_S
         if not self._ended.is_set():
-            logger.error("pod %s: its shim was stopped; killing all of it", self.spec.pod_id)
+            logger.error("pod %s: its shim is stopped again; killing all", self.spec.pod_id)
             self._clean(except_pid=None)
 
     def _shim_is_stopped(self) -> bool:
@@ -302,9 +304,13 @@ class PodSupervisor:
         except OSError:  # no descriptor, no memory: at the next look
             return
         if any(each.ppid == shim.pid and each.state == "Z" for each in table.values()):
-            logger.warning(
-                "pod %s: its shim was stopped amid its end: it goes on", self.spec.pod_id
-            )
+            self.rouse_shim("a process of its pod has ended")
+
+    def rouse_shim(self, why: str) -> None:
+        """Have the shim go on if it was stopped (SIGSTOP)."""
+        shim = self._shim
+        if shim is not None and self._shim_is_stopped():
+            logger.warning("pod %s: its shim was stopped, and goes on: %s", self.spec.pod_id, why)
             processes.send_signal(shim.pid, shim.start_time, signal.SIGCONT)
 
     def keep_folder(self) -> None:

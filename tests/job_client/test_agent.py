@@ -150,8 +150,27 @@ def test_a_script_that_ends_while_its_shim_is_stopped_is_reported(
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 7
 
 
+@pytest.mark.parametrize(
+    ("want", "reason"),
+    [(DesiredState.KILL, "killed on request"), (DesiredState.HOLD, "stopped on request")],
+)
+def test_a_shim_that_was_stopped_goes_on_when_its_pod_is_to_end(
+    start_client, server, tmp_path, want, reason
+):
+    start_client("setsid sleep 600 & echo $! > ../child; wait")
+    server.want_until(PodPhase.RUNNING, pod(grace_s=0.5))
+    child = pid_in(tmp_path / "pods" / "child")
+    os.kill(shim_pid(tmp_path), signal.SIGSTOP)
+    state = server.want_until(PodPhase.EXITED, pod(want=want, grace_s=0.5))
+    assert state.reason.startswith(reason)
+    assert is_gone(child)
+
+
 @pytest.mark.parametrize("want", [DesiredState.KILL, DesiredState.HOLD])
-def test_a_pod_whose_shim_is_stopped_is_ended_without_it(start_client, server, tmp_path, want):
+def test_a_pod_whose_shim_is_stopped_again_is_ended_without_it(
+    start_client, server, tmp_path, monkeypatch, want
+):
+    monkeypatch.setattr(PodSupervisor, "rouse_shim", lambda *_: None)
     start_client("setsid sleep 600 & echo $! > ../child; wait")
     server.want_until(PodPhase.RUNNING, pod(grace_s=0.5))
     child = pid_in(tmp_path / "pods" / "child")

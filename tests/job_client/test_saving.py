@@ -219,6 +219,29 @@ def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server
     server.wait_state("pod_0_0", lambda state: state.save is None, "not told to save")
 
 
+@pytest.mark.parametrize("stopped", ["beside its pod", "after its pod"])
+def test_a_shim_that_was_stopped_goes_on_so_that_its_state_can_be_written(
+    start_client, server, tmp_path, stopped
+):
+    start_client()
+    server.want_until(PodPhase.RUNNING, pod())
+    hold(tmp_path / POD_DIR, places(tmp_path))
+    shim = psutil.Process(json.loads((tmp_path / POD_DIR / "shim.json").read_text())["pid"])
+    if stopped == "beside its pod":
+        shim.suspend()
+    assert server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD)).holds
+    if stopped == "after its pod":
+        shim.suspend()
+    server.want(pod(want=DesiredState.HOLD, save=Save(id=4)))
+    state = server.wait_state(
+        "pod_0_0",
+        lambda state: state.save is not None and state.save.phase is not SavePhase.WRITING,
+        "written",
+    )
+    assert state.save is not None
+    assert (state.save.phase, state.save.step) == (SavePhase.WRITTEN, 12), state.save.reason
+
+
 def test_a_client_says_what_the_shim_of_an_ended_pod_holds_and_the_next_one_does(
     start_client, server, tmp_path
 ):

@@ -309,7 +309,7 @@ class ReaderSession:
                 if self._is_waiting and each.missing:
                     stream.meter.waits()
                 stream.pool.call()
-                if not each.missing and stream.feed.is_ready:  # skipped, cached, or empty
+                if stream.feed.is_ready:  # skipped, cached, or empty
                     self._ready.notify()
             return True
 

@@ -121,8 +121,6 @@ class Feed:
             self.waiting_bytes += piece.size_bytes
             self.waiting_samples += piece.samples
         item.pieces = []
-        if self._skips:
-            self._let_go(item)
 
     def expect(self, output_bytes: int) -> None:
         """Note the size of one sample's predictions, if no answer has shown it yet."""
@@ -325,14 +323,15 @@ class Feed:
             hoped_for: those, and teachers that are worth waiting for.
         """
         self._able = able
+        if self._skips:
+            return  # until a teacher is back, the samples are not known to be at fault
         for piece in list(self._troubled):
             assert piece.tries is not None
             error = piece.tries.verdict(str(piece), hoped_for, self._answers, now)
             if error is not None:
                 piece.item.error = error
                 self._troubled.remove(piece)
-                self.waiting_bytes -= piece.size_bytes
-                self.waiting_samples -= piece.samples
+                self._leave_out(piece)
 
     def fail(self, error: Exception) -> None:
         """Raise `error` instead of a missing answer, after the items that have one."""
@@ -343,14 +342,21 @@ class Feed:
         self._absence = error
 
     def skip(self) -> None:
-        """Let all unanswered items go without predictions, and new ones until `resume`."""
+        """Let each item that the consumer needs next go without predictions, until `resume`.
+
+        Those behind it still wait for a teacher: the consumer may need minutes to get to them.
+        """
         self._skips = True
-        for item in self._order:
-            self._let_go(item)
 
     def resume(self) -> None:
-        """Ask teachers again for new items."""
-        self._skips = False
+        """Let the consumer wait for answers again."""
+        if self._skips:
+            self._skips = False
+            forgiven, self._troubled = self._troubled, []
+            for piece in forgiven:  # the teachers were at fault, and one is back
+                piece.tries = None
+                self._leave_out(piece)
+                self._put_back(piece)
         self._absence = None
 
     # --- the consumer
@@ -361,7 +367,7 @@ class Feed:
         if not self._order:
             return self.is_ended or self._trouble_alone() is not None
         item = self._order[0]
-        return not item.missing or item.error is not None or self._trouble() is not None
+        return not item.missing or item.error is not None or self.gives_up
 
     @property
     def is_done(self) -> bool:
@@ -379,6 +385,9 @@ class Feed:
         self._held_bytes -= self._popped_bytes
         self._popped_bytes = 0
         order = self._order
+        if self._skips and order and order[0].missing and order[0].error is None:
+            self._let_go(order[0])
+            max_bytes = 1  # the next one may be answered until the consumer comes again
         ready = []
         while order and not order[0].missing and self._popped_bytes < max_bytes:
             item = order.popleft()
@@ -414,13 +423,22 @@ class Feed:
         return self._error if self.may_be_alone else self._trouble()
 
     def _let_go(self, item: ReaderItem) -> None:
-        """Let an unanswered item go without predictions. All waiting pieces are of such items."""
-        if item.missing and item.error is None:
-            item.missing = 0
-            item.answers = []
-        self._waiting.clear()
-        self._troubled.clear()
-        self.waiting_bytes = self.waiting_samples = 0
+        """Let the first item go without predictions."""
+        item.missing = 0
+        item.answers = []
+        for signature, queue in list(self._waiting.items()):
+            while queue and queue[0].item is item:  # queues are in order
+                self._leave_out(queue.popleft())
+            if not queue:
+                del self._waiting[signature]
+        for piece in [piece for piece in self._troubled if piece.item is item]:
+            self._troubled.remove(piece)
+            self._leave_out(piece)
+
+    def _leave_out(self, piece: ItemPiece) -> None:
+        """Count a piece as waiting no more."""
+        self.waiting_bytes -= piece.size_bytes
+        self.waiting_samples -= piece.samples
 
     def _finish(self, request: Request) -> None:
         request.is_answered = True
@@ -460,8 +478,7 @@ class Feed:
         if piece.samples <= most:
             return piece
         head, rest = piece.cut(most)
-        self.waiting_bytes -= rest.size_bytes
-        self.waiting_samples -= rest.samples
+        self._leave_out(rest)
         self._put_back(rest)
         return head
 

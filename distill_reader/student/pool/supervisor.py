@@ -17,7 +17,6 @@ TICK_S = 0.25  # while requests are in flight; no hedge is due earlier
 _LOG_PERIOD_S = 10.0
 _LOOK_S = 1.0  # while a teacher is not usable
 _OTHERS_S = 15.0  # for discovery to replace teachers that refuse
-_TRIAL_S = 2.0  # while samples are skipped: between two that teachers are asked for
 
 
 class Supervisor:
@@ -66,7 +65,6 @@ class Supervisor:
         self._again = threading.Condition(lock)
         self._sleeps_long = False  # past the next tick
         self._is_closing = False
-        self._trial_s = 0.0  # when to ask a teacher again, although samples are skipped
         self._unusable: list[str] = []  # the last report
         self.has_given_up = False  # missing answers are skipped, or raised
 
@@ -212,13 +210,8 @@ class Supervisor:
         left_s = since_s + self._timeout_s - now
         if left_s > 0:
             return min(wait_s, left_s)
-        is_connected = bool(registry.connected)
         if self._skips:
-            if self.has_given_up and is_connected and now >= self._trial_s:
-                self._trial_s = now + _TRIAL_S
-                self._feed.resume()  # for a moment: only an asked teacher can show it is back
-                return TICK_S
-            self._feed.skip()
+            self._feed.skip()  # teachers are still asked: only an answer shows that one is back
         else:
             self._feed.suspend(
                 NoTeacher(
@@ -228,7 +221,7 @@ class Supervisor:
             )
         self.has_given_up = True
         self._ready.notify()
-        return _TRIAL_S if self._skips and is_connected else _LOG_PERIOD_S
+        return _LOG_PERIOD_S
 
     def _look_for_refusals(self, since_s: float, now: float) -> float:
         """Raise a refusal if all teachers refuse; return seconds until the next look."""

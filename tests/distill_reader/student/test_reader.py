@@ -339,6 +339,28 @@ def test_no_teacher_raises_or_skips(make):
     assert [(index, total) for _, index, total in found] == [(0, None), (1, None), (2, None)]
 
 
+def test_what_was_read_ahead_while_there_was_no_teacher_has_its_predictions_once_one_is_back(make):
+    teacher = FakeTeacher("a:1")
+    teacher.kill()
+    read_ahead: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        for index in range(2000):
+            read_ahead.append(index)
+            yield image(index, 1), index
+
+    reader = make(teacher).set_no_teacher_timeout(0.1, "skip").set_batch_generator(batches)
+    iterator = reader()
+    assert [next(iterator)[2] for _ in range(3)] == [None] * 3
+    wait_until(lambda: len(read_ahead) == 2000)
+    teacher.come_back()
+    wait_until(lambda: teacher.samples == 1997)
+    for _, index, total in iterator:
+        assert total is not None
+        assert total[0, 0] == 6 * index
+    assert index == 1999
+
+
 def test_an_iterator_that_a_fork_inherits_refuses_instead_of_waiting_for_ever(make):
     teacher = FakeTeacher("a:1")
     iterator = make(teacher).set_batch_generator(lambda: ((image(1, 2), i) for i in range(10**9)))()

@@ -320,16 +320,34 @@ def test_skipping_lets_items_go_without_predictions_until_a_teacher_is_back():
     feed.answered(first, answer(first), "a")
     feed.skip()
     feed.add(item(3))
+    assert popped(feed) == [[0]]
+    (let_go,) = feed.pop(1 << 30)
+    assert not let_go.answers
+    assert KIND.without_predictions(let_go)[1] is None
     feed.answered(on_its_way, answer(on_its_way), "a")  # too late
-    ready = feed.pop(1 << 30)
-    assert [bool(each.answers) for each in ready] == [True, False, False, False]
-    assert KIND.without_predictions(ready[1])[1] is None
+    (let_go,) = feed.pop(1 << 30)
+    assert not let_go.answers
+    assert feed.waiting_samples == 1
     feed.resume()
-    feed.add(item(4))
     assert not feed.is_ready
     request = take(feed)
     feed.answered(request, answer(request), "a")
-    assert popped(feed) == [[4]]
+    assert popped(feed) == [[3]], "nobody has come to it while there was no teacher"
+
+
+def test_samples_are_not_at_fault_for_what_teachers_failed_to_do_while_they_were_away():
+    feed = feed_of(item(1), item(2))
+    feed.skip()
+    for now in range(5):
+        request = take(feed)
+        feed.give_back(request, "a", Blame(text="a: failed", failed=1), float(now))
+        feed.judge(["a"], ["a"], float(now))
+    assert not feed.pop(1)[0].answers
+    feed.resume()
+    feed.judge(["a"], ["a"], 6.0)
+    request = take(feed)
+    feed.answered(request, answer(request), "a")
+    assert popped(feed) == [[2]]
 
 
 def test_memory_is_bounded_and_freed_when_the_consumer_comes_again():

@@ -283,7 +283,6 @@ def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_a
     read, monkeypatch
 ):
     monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
-    monkeypatch.setattr("distill_reader.student.pool.supervisor._TRIAL_S", 0.1)
     teacher = FakeTeacher("a:1", delay_s=1.0)
     teacher.refuse_with = lambda: RequestTooLarge("so many are too many")
     reading = read(teacher, timeout_s=0.2, skips=True)
@@ -639,10 +638,7 @@ def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog
     assert reading_of_meter.unusable == ("a:1",)
 
 
-def test_samples_are_skipped_while_the_teacher_is_busy_and_asked_for_when_it_is_not(
-    read, monkeypatch
-):
-    monkeypatch.setattr("distill_reader.student.pool.supervisor._TRIAL_S", 0.1)
+def test_samples_are_skipped_while_the_teacher_is_busy_and_asked_for_when_it_is_not(read):
     busy = FakeTeacher("a:1", delay_s=0.002)
     reading = read(busy, timeout_s=0.3, skips=True)
     reading.more(20)

@@ -268,7 +268,7 @@ class PodSupervisor:
         return True
 
     def _end(self, request: dict[str, object], grace_s: float) -> None:
-        """Have the shim end the pod; after the grace, without a shim that is stopped (SIGSTOP) again.
+        """Have the shim end the pod; after the grace, without one that is stopped (SIGSTOP) again.
 
         The state that it holds is lost with it. One that only is slow to answer is waited for.
         """

@@ -159,7 +159,8 @@ def test_an_average_that_was_passed_is_not(kit):
 
 
 def test_models_that_do_not_change_may_be_there(kit, caplog):
-    model, teacher, best = kit.net(), kit.net(), []
+    best: list[Any] = []
+    model, teacher = kit.net(), kit.net()
     teacher.eval()
 
     def look(where: Any) -> None:

@@ -153,8 +153,15 @@ class Cluster:
         return sorted(found, key=lambda process: process.pid)
 
     def trainers(self) -> list[psutil.Process]:
+        """The processes of scripts, without those that they have forked to read data."""
         programs = ("pod_runtime.", "job_server", "job_client", "bash")
-        return self.find(".py", without=programs)
+        found = {process.pid: process for process in self.find(".py", without=programs)}
+        trainers = []
+        for process in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.ppid() not in found:
+                    trainers.append(process)
+        return trainers
 
     def launchers(self) -> list[psutil.Process]:
         return self.find("pod_runtime.launch", without=("bash ",))

@@ -183,6 +183,10 @@ class Step(ABC):
             yield batch
             self._close_shard()
         self._close_shard()
+        self._end_shards()
+
+    def _end_shards(self) -> None:  # noqa: B027
+        """Note that the script has gone through all shards of this rank; most need nothing."""
 
     def _begin(self) -> None:
         """Take the buffers as they are: a script may set one before it goes through the shards."""

@@ -3,8 +3,8 @@
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
 `dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
 dropout depend neither on the number of trainers nor on how often one was replaced. Nor does what
-the script draws at the top of a step, and an optimizer in its update: these are seeded by (seed,
-epoch, step). A sampler's and a stream's are seeded by (seed, epoch).
+the script draws in a step before or after its shards, and an optimizer in its update: these are
+seeded by (seed, epoch, step). A sampler's and a stream's are seeded by (seed, epoch).
 """
 
 import logging
@@ -56,15 +56,13 @@ def seed_shard(
     _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard, *passes))
 
 
-def seed_step(
-    streams: FrameworkStreams, seed: int, epoch: int, step: int, updates: int = 0
-) -> None:
+def seed_step(streams: FrameworkStreams, seed: int, epoch: int, step: int, part: int) -> None:
     """Give what is drawn in a step outside of its shards its own streams.
 
     Args:
-        updates: that are made of it, the one that begins now included.
+        part: of the step: before its shards, after them, in its update, and so on.
     """
-    _seed(streams, stream_key(_OF_STEP, seed, epoch, step, updates))
+    _seed(streams, stream_key(_OF_STEP, seed, epoch, step, part))
 
 
 def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:

@@ -298,9 +298,13 @@ class TrainingStep(Step):
         self._steps.note_loss(self.number, loss)
         return loss
 
-    def _seed_outside_of_shards(self) -> None:
+    def _end_shards(self) -> None:
+        self._seed_outside_of_shards(is_after_them=True)
+
+    def _seed_outside_of_shards(self, *, is_after_them: bool = False) -> None:
         cursor, data = self._cursor, self._framework.data
-        seed_step(data, self._steps.seed, cursor.epoch, cursor.step, self._updates)
+        part = 2 * self._updates + is_after_them
+        seed_step(data, self._steps.seed, cursor.epoch, cursor.step, part)
 
 
 def shortened(names: list[str]) -> str:

@@ -151,7 +151,7 @@ def test_a_conflict_is_told_with_the_servers_words(api):
 def test_the_token_is_sent(tmp_path):
     with running_server(tmp_path, "--no_job", EDL_TOKEN="correct-horse") as server:
         with server.api() as api, pytest.raises(Unauthorized, match="EDL_TOKEN"):
-            api.health()
+            api.jobs()
         with server.api("wrong-horse") as api, pytest.raises(Unauthorized):
             api.jobs()
         with server.api("correct-horse") as api:

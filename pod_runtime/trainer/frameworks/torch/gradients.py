@@ -11,6 +11,9 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers, is_written_in_part
 from pod_runtime.trainer.frameworks.torch.tensors import of_model
 
+# `numpy()` would do, but such a tensor cannot be resized again, as some scripts do with buffers.
+_SHARES = bool(np.from_dlpack(torch.zeros(1)).flags.writeable)  # False: numpy before 2.1
+
 
 def sum_dtype(dtype: Any) -> Any:
     """Return the type in which values of type `dtype` are summed.
@@ -64,7 +67,9 @@ class _Buffers:
         # From which changes are counted.
         self.base = self.start.values if self.is_finite else _Flat(tensors, dtype, device).values
         self._own = own
-        self._is_on_host = device.type == "cpu" and all(each.dtype == dtype for each in tensors)
+        self._is_on_host = (
+            _SHARES and device.type == "cpu" and all(each.dtype == dtype for each in tensors)
+        )
         self._places: list[Any] = []
         self._arrays: list[Any] = []  # which share the tensors' memory
 
@@ -114,7 +119,7 @@ class _Buffers:
         places = [(each.data_ptr(), each.shape) for each in self.tensors]
         if places != self._places:  # by `tensor.data = ...`, or as it was resized
             self._check_shapes()
-            self._arrays = [each.detach().numpy() for each in self.tensors]
+            self._arrays = [np.from_dlpack(each.detach()) for each in self.tensors]
             self._places = places
         return self._arrays
 

@@ -7,6 +7,7 @@ changes in them, and a trainer that starts later has them as the script builds t
 import functools
 import gc
 import sys
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from pod_runtime.trainer.frameworks.plain_values import differ
 
 _DICTS = frozenset((dict, OrderedDict))
 _DEEPEST = 4  # objects within an object of `extra=` that are looked through
+_ALWAYS = 4  # looks of a process that may take as long as they do
+_SHARE = 500  # of the time that passes, later looks take one part
 
 Found = tuple[Any, dict[str, Any], Callable[[], Any] | None]  # thing, tensors, and its reference
 
@@ -43,6 +46,13 @@ class Beside:
         self._address, self._norm = address, norm
         # By id: a reference that tells whether it is still the same, and marks of its tensors.
         self._seen: dict[int, tuple[Callable[[], Any] | None, dict[str, float]]] = {}
+        self._looks = 0
+        self._due_at = 0.0  # by time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next look costs a training little: it goes through a million objects."""
+        return self._looks < _ALWAYS or time.monotonic() >= self._due_at
 
     def changed(self, *, copies: bool) -> list[str]:
         """Return what has changed since the last call, in words; nothing at the first one.
@@ -51,6 +61,7 @@ class Beside:
             copies: also of dicts with the names of the model's tensors. From step to step these
                 are averages; later, they may be copies of a best model, made anew each time.
         """
+        began_at = time.monotonic()
         found, now = [], {}
         known = self._known()
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
@@ -69,23 +80,28 @@ class Beside:
                     found.append(f"{moved[0]} of {_words(thing)}")
             now[id(thing)] = reference, marks
         self._seen = now
+        self._looks += 1
+        ended_at = time.monotonic()
+        self._due_at = ended_at + _SHARE * (ended_at - began_at)
         return found
 
     def _find(self, keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
         """Return all models of the process, and the dicts with one of these keys."""
-        is_model: dict[type, bool] = {}
+        objects = gc.get_objects()
+        kinds = set(map(type, objects))
+        models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
+        holders_of = {kind for kind in kinds if keys and _is_of_script(kind.__module__)}
         models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
-        for each in gc.get_objects():
+        wanted = models_of | holders_of | (_DICTS if keys else set())
+        for each in [each for each in objects if type(each) in wanted]:
             kind = type(each)
             if kind in _DICTS:
-                if any(key in each for key in keys):
-                    dicts[id(each)] = each
-                continue
-            if kind not in is_model:
-                is_model[kind] = issubclass(kind, self._model_type)
-            if is_model[kind]:
+                for key in keys:
+                    if key in each:
+                        dicts[id(each)] = each
+            elif kind in models_of:
                 models.append(each)
-            elif keys and _is_of_script(kind.__module__):
+            else:
                 holders.append(each)
         # Python does not list dicts whose values hold no other objects: Paddle's tensors.
         for holder in holders:

@@ -564,9 +564,7 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
-            # The first call remembers what the model is like, and what is beside it.
-            self._framework.state.uncarried_changes()
-            self._framework.beside.changed(copies=True)
+            self._framework.state.uncarried_changes()  # remembers what the model is like
         if self._steps is None:
             self._changes.note()
             yield from self._warm_up()

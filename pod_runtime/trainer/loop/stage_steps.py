@@ -95,7 +95,10 @@ class StageSteps:
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
         if result.request.snapshot or is_over or is_first:
             self._check_script()
-            if is_over or is_first:
+            # What changes every other step has, between the first and the third.
+            if self.cursor.global_step in (1, _FIRST_STEPS) or (
+                is_over and stage.framework.beside.is_due
+            ):
                 self._check_beside(is_first=is_first)
             # Of several optimizers a rank may have left out one, which the next exchange says:
             # nothing else may be exchanged in its place.

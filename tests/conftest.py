@@ -19,6 +19,10 @@ from tests import lanes
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
+# A network of these tests is so small that threads of OpenMP only wait for each other, and burn
+# the processor meanwhile. For numpy, the frameworks and all programs that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The servers of tests are in a list of their own: whoever runs the tests may have some as well.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="edl_tests_")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
@@ -42,6 +46,7 @@ def pytest_collection():
     try:
         return (yield)
     finally:
+        gc.freeze()  # collections of tests need not look through all modules each time
         gc.enable()
 
 

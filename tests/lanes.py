@@ -10,6 +10,7 @@ test is marked `full`. A fast test that starts a process all the same fails.
 """
 
 import ast
+import atexit
 import functools
 import re
 import sys
@@ -116,9 +117,16 @@ class Watch:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self._ended = False
+        atexit.register(self._end)  # what is imported while modules go is nobody's
         sys.addaudithook(self._on_event)  # for the rest of this process
 
+    def _end(self) -> None:
+        self._ended = True
+
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._ended:
+            return
         if event in _EVENTS:
             self.seen.append(f"starts a process: {args[0] if args else event}")
         elif event == "import" and args[0] in FRAMEWORKS and args[0] not in sys.modules:

@@ -29,6 +29,11 @@ _ETC = Path("/etc/netns")  # where `ip netns exec` finds files of a namespace's 
 _numbers = itertools.count(16 * os.getpid())
 
 
+def _subnet(number: int) -> str:
+    """Return one of RFC 2544, which are meant for tests of networks, without the host's number."""
+    return f"198.{18 + number // 254 % 2}.{number % 254 + 1}"
+
+
 class Network:
     """Namespaces that are wired to one hub; gone, with all processes in them, after `close`.
 
@@ -38,10 +43,10 @@ class Network:
     """
 
     def __init__(self, nodes: int, names: Sequence[str] = ()) -> None:
-        number = next(_numbers)
+        used = _ip("-4", "-o", "address")  # of another test run, or left by one that was killed
+        number = next(each for each in _numbers if f" {_subnet(each)}." not in used)
         self._tag = f"e{number % 0xFFFFF:05x}"  # a name of an interface has 15 characters at most
-        # RFC 2544: meant for tests of networks.
-        self._subnet = f"198.{18 + number // 254 % 2}.{number % 254 + 1}"
+        self._subnet = _subnet(number)
         self._count = nodes
         try:
             _ip("netns", "add", self._hub)

@@ -109,3 +109,23 @@ def test_every_command_in_readme_that_is_a_file_exists_and_may_be_run():
     named = set(re.findall(r"\./(scripts/[a-z_]+\.sh)", (ROOT / "README.md").read_text()))
     assert named >= {"scripts/quickstart.sh", "scripts/test.sh", "scripts/start_job_server.sh"}
     assert [name for name in sorted(named) if not (ROOT / name).stat().st_mode & 0o100] == []
+
+
+def prose(text: str) -> list[str]:
+    """The lines of a page that are no code, table or heading."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [each for each in text.splitlines() if not each.lstrip().startswith(tuple("|#<["))]
+
+
+def test_the_lines_of_the_pages_are_no_longer_than_a_reader_of_the_source_sees():
+    folders = ("docs/**", "docker/**", "examples/**", "*", ".")
+    pages = {page for folder in folders for page in ROOT.glob(f"{folder}/*.md")}
+    assert len(pages) > 20
+    too_long = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in pages
+        if page.name != "api.md"  # which is made from the docstrings
+        for line in prose(page.read_text())
+        if len(line) > 120
+    ]
+    assert not too_long

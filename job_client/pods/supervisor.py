@@ -273,14 +273,11 @@ class PodSupervisor:
         The state that it holds is lost with it. One that only is slow to answer is waited for.
         """
         deadline = time.monotonic() + grace_s
-        was_stopped = self.rouse_shim("its pod is to end")
+        self.rouse_shim("its pod is to end")
         self._ask(request)
         while not self._ended.wait(max(0.0, deadline - time.monotonic())):
             if not self._ask({"op": "status"}) and self._shim_is_stopped():
-                if was_stopped:
-                    break
-                was_stopped = self.rouse_shim("its pod is to end")  # it had not stopped before
-                self._ask(request)
+                break
             deadline = time.monotonic() + ANSWER_S
         if not self._ended.is_set():
             logger.error("pod %s: its shim is stopped again; killing all", self.spec.pod_id)
@@ -309,14 +306,14 @@ class PodSupervisor:
         if any(each.ppid == shim.pid and each.state == "Z" for each in table.values()):
             self.rouse_shim("a process of its pod has ended")
 
-    def rouse_shim(self, why: str) -> bool:
-        """Have the shim go on if it was stopped (SIGSTOP), and return whether it was."""
+    def rouse_shim(self, why: str) -> None:
+        """Have the shim go on if it was stopped (SIGSTOP), or is about to be."""
         shim = self._shim
-        if shim is None or not self._shim_is_stopped():
-            return False
-        logger.warning("pod %s: its shim was stopped, and goes on: %s", self.spec.pod_id, why)
+        if shim is None:
+            return
+        if self._shim_is_stopped():
+            logger.warning("pod %s: its shim was stopped, and goes on: %s", self.spec.pod_id, why)
         processes.send_signal(shim.pid, shim.start_time, signal.SIGCONT)
-        return True
 
     def keep_folder(self) -> None:
         """Make the folder anew where somebody has deleted it, and have the shim listen there."""

@@ -170,7 +170,7 @@ def test_a_shim_that_was_stopped_goes_on_when_its_pod_is_to_end(
 def test_a_pod_whose_shim_is_stopped_again_is_ended_without_it(
     start_client, server, tmp_path, monkeypatch, want
 ):
-    monkeypatch.setattr(PodSupervisor, "rouse_shim", lambda *_: True)
+    monkeypatch.setattr(PodSupervisor, "rouse_shim", lambda *_: None)
     start_client("setsid sleep 600 & echo $! > ../child; wait")
     server.want_until(PodPhase.RUNNING, pod(grace_s=0.5))
     child = pid_in(tmp_path / "pods" / "child")

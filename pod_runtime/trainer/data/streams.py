@@ -60,7 +60,7 @@ def seed_step(streams: FrameworkStreams, seed: int, epoch: int, step: int, part:
     """Give what is drawn in a step outside of its shards its own streams.
 
     Args:
-        part: of the step: before its shards, after them, in its update, and so on.
+        part: of the step: before its shards, or after them and in an update, from 1 on.
     """
     _seed(streams, stream_key(_OF_STEP, seed, epoch, step, part))
 

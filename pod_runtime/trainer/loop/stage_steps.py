@@ -246,7 +246,8 @@ class TrainingStep(Step):
         self.best: dict[str, BestCheckpoint] = {}  # its state is the best so far, by metric
         self._steps = steps
         self._updates = 0
-        self._seed_outside_of_shards()
+        self._part = -1  # whose random numbers are drawn outside of shards
+        self._seed_outside_of_shards(0)
         self._drawn: int | None = 0  # sum of the hashes of what was read; None: not known
 
     @property
@@ -289,8 +290,8 @@ class TrainingStep(Step):
                 f"step {self.number}: {result.samples} samples were computed, its batch has "
                 f"{self.samples}; all trainers must run the same script over the same data"
             )
+        self._end_shards()  # a trainer without one may have left out the loop over them
         self._updates += 1
-        self._seed_outside_of_shards()
         self._framework.step.apply(
             filled_shards=stage.progress.batches.filled_shards(self.samples),
             lr_factor=stage.progress.scaling.lr_factor(self.number),
@@ -302,12 +303,12 @@ class TrainingStep(Step):
         return loss
 
     def _end_shards(self) -> None:
-        self._seed_outside_of_shards(is_after_them=True)
+        self._seed_outside_of_shards(1 + self._updates)
 
-    def _seed_outside_of_shards(self, *, is_after_them: bool = False) -> None:
-        cursor, data = self._cursor, self._framework.data
-        part = 2 * self._updates + is_after_them
-        seed_step(data, self._steps.seed, cursor.epoch, cursor.step, part)
+    def _seed_outside_of_shards(self, part: int) -> None:
+        if part != self._part:
+            self._part, cursor = part, self._cursor
+            seed_step(self._framework.data, self._steps.seed, cursor.epoch, cursor.step, part)
 
 
 def shortened(names: list[str]) -> str:

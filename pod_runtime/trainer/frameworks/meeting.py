@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from pod_runtime.trainer.errors import PeerLost
+
 _LOOK_S = 0.05  # how often a waiting rank checks whether the meeting is called off
 _RETRY_S = 0.02
 _GO = b"go\n"
@@ -18,6 +20,27 @@ _LINE_BYTES = 64
 
 class CalledOffError(Exception):
     """The group is not wanted any more."""
+
+
+def wait_for(master: str, timeout_s: float) -> None:
+    """Return when rank 0 listens at `master` ("addr:port").
+
+    The frameworks' own clients try once, and then sleep for half a second (PyTorch) or three.
+
+    Raises:
+        PeerLost: it does not.
+    """
+    addr, _, port = master.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((addr, int(port)), 1.0).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"rank 0 does not listen at {master}: {error}") from error
+            time.sleep(0.01)
+        else:
+            return
 
 
 def meet(

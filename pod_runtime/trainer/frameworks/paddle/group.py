@@ -12,8 +12,9 @@ import paddle.distributed as dist
 
 from pod_runtime.trainer.errors import PeerLost
 from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
+from pod_runtime.trainer.frameworks.meeting import wait_for
 from pod_runtime.trainer.frameworks.paddle import second_group
-from pod_runtime.trainer.frameworks.paddle.store import prompt_store, wait_for
+from pod_runtime.trainer.frameworks.paddle.store import prompt_store
 from pod_runtime.trainer.frameworks.paddle.subgroups import form_subgroup, free_port
 
 _GLOO_PATIENCE_S = 30.0  # gloo's time-out, which Paddle does not let us change

@@ -19,8 +19,8 @@ from paddle.distributed.communication import group as groups
 
 from pod_runtime.trainer.errors import PeerLost
 from pod_runtime.trainer.frameworks.framework import GroupSpec
-from pod_runtime.trainer.frameworks.meeting import meet
-from pod_runtime.trainer.frameworks.paddle.store import prompt, wait_for
+from pod_runtime.trainer.frameworks.meeting import meet, wait_for
+from pod_runtime.trainer.frameworks.paddle.store import prompt
 
 logger = logging.getLogger(__name__)
 

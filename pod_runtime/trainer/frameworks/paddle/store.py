@@ -8,12 +8,9 @@ next piece, and the other side takes 40 ms to acknowledge. Forming a group takes
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator
 
 from paddle.base import core
-
-from pod_runtime.trainer.errors import PeerLost
 
 
 @contextlib.contextmanager
@@ -39,27 +36,6 @@ def prompt(port: int) -> Iterator[None]:
         yield
     finally:
         _set_no_delay(port, on=False)
-
-
-def wait_for(master: str, timeout_s: float) -> None:
-    """Return when rank 0 listens at `master` ("addr:port").
-
-    Paddle's own client would try once and then sleep for three seconds.
-
-    Raises:
-        PeerLost: it does not.
-    """
-    addr, _, port = master.rpartition(":")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((addr, int(port)), 1.0).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"rank 0 does not listen at {master}: {error}") from error
-            time.sleep(0.01)
-        else:
-            return
 
 
 def _set_no_delay(port: int, *, on: bool) -> None:

@@ -12,8 +12,9 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from pod_runtime.trainer.errors import PeerLost
+from pod_runtime.trainer.frameworks.meeting import wait_for
 from pod_runtime.trainer.frameworks.paddle.second_group import try_out
-from pod_runtime.trainer.frameworks.paddle.store import prompt, wait_for
+from pod_runtime.trainer.frameworks.paddle.store import prompt
 
 _FIRST_ID = 1_000_000  # far above the numbers that Paddle and scripts give to groups
 _TIMEOUT_S = 30  # all ranks have met in the group of all just before

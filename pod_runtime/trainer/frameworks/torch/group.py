@@ -3,7 +3,6 @@
 import atexit
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -16,13 +15,11 @@ import torch.distributed as dist
 
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
+from pod_runtime.trainer.frameworks.meeting import wait_for
 
 _formed: GroupSpec | None = None  # None: this process has formed none
 
 _TIMEOUT = timedelta(minutes=30)  # until all have met, and for a collective of NCCL
-_CONNECT_S = 5.0  # for one try
-_LOOK_S = 0.005  # between two tries
-
 # So long a rank may keep the others waiting on the CPU. One that was stopped, or that only its
 # peers cannot reach, is noticed by this alone: its launcher lives, and the job server hears that.
 SILENT = timedelta(minutes=2)
@@ -111,7 +108,7 @@ def _form(spec: GroupSpec, device: Any) -> None:
         if spec.master:
             port = int(spec.master.rpartition(":")[2])
             if spec.rank:
-                _wait_for(host, port)
+                wait_for(f"{host}:{port}", _TIMEOUT.total_seconds())
             store = dist.TCPStore(host, port, spec.world_size, spec.rank == 0, timeout=_TIMEOUT)
             ours = {"store": store, "rank": spec.rank, "world_size": spec.world_size}
         backend = "gloo" if device.type == "cpu" else "nccl"
@@ -120,17 +117,6 @@ def _form(spec: GroupSpec, device: Any) -> None:
         raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
     _formed = spec
     atexit.register(_leave)
-
-
-def _wait_for(host: str, port: int) -> None:
-    """Wait until rank 0 listens: a store that finds nobody tries again after 0.5 s or more."""
-    deadline = time.monotonic() + _TIMEOUT.total_seconds()
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), timeout=_CONNECT_S).close()
-            return
-        except OSError:
-            time.sleep(_LOOK_S)
 
 
 def _patience(device: Any) -> timedelta:

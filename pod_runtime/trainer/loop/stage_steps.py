@@ -40,9 +40,8 @@ class StageSteps:
         self.seed = progress.run.seed
         self._source, self._factory = source, factory
         self.order, self.feed = self._read_from_cursor()
-        self.came_together_at = (
-            -1
-        )  # version of the progress when the script last had all ranks do so
+        # Version of the progress when the script last had all ranks come together.
+        self.came_together_at = -1
         self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
         self._warned_of_loss = False  # that it is no number
         self._logged: dict[str, float] = {}  # by the script

@@ -23,7 +23,7 @@ class Goal(Enum):
         return _ENDS_AS[self]
 
 
-# A new goal needs its row here: rules ask it instead of naming goals.
+# A new goal needs its row here. Most rules ask for it, and name no goal.
 _ENDS_AS = {
     Goal.RUN: None,
     Goal.PAUSE: None,

@@ -40,7 +40,7 @@ class StageSteps:
         self.seed = progress.run.seed
         self._source, self._factory = source, factory
         self.order, self.feed = self._read_from_cursor()
-        # Version of the progress when the script last had all ranks come together.
+        # Version of the progress at the last evaluation or best checkpoint, where all ranks meet.
         self.came_together_at = -1
         self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
         self._warned_of_loss = False  # that it is no number

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # Where ranks come together outside of a step's exchange, as users know these places.
 PLACES = ("loop.evaluate", "loop.save_best", "the end of an epoch")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # of a rank that waits at a barrier
-_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often: gloo gives peers up after 30 s
+_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often: Paddle's gloo gives peers up after 30 s
 
 
 class StageMember:
@@ -425,7 +425,7 @@ def barrier(group: FrameworkGroup, is_busy: Callable[[], bool]) -> None:
     """Return when no rank is busy any more. All ranks call it, the busy one too.
 
     The ranks show themselves meanwhile: one that waited in the next exchange would give the others
-    up after gloo's 30 s.
+    up after Paddle's 30 s.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -5,10 +5,10 @@ park after this step. `void`: a rank had no data for the step, so no rank commit
 park at the step before; without one all exchange again: a rank that waits long for data shows
 itself from time to time, so that those who wait for it in the all-reduce do not time out.
 `snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
-segments that they make together before. `stops`: the script has ended the training after this
-epoch on some rank, which belongs to the state. A `patient` cut parks no rank at a void step:
-trainers that stay cannot take back a step that their script has begun. The sum of the hashes of
-the samples that were drawn travels byte by byte: so whole numbers are added, which is exact in
+segments that they make together before. `stops`: the script has ended the training after this epoch
+on some rank, which belongs to the state. With a `patient` cut nobody parks at a void step: the
+script of a trainer that stays has begun the step, and cannot be taken back. The sum of the hashes
+of the samples that were drawn travels byte by byte: so whole numbers are added, which is exact in
 whatever type the tensor has (float32 at least, nothing scales it).
 
 At that point ranks know only that *some* rank was asked. Before they park they agree on which cut

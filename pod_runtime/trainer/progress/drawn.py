@@ -1,8 +1,8 @@
 """Fingerprint the samples that were drawn: the sum of their hashes, modulo 2^64. Pure.
 
-What a trainer should draw follows from the run's seed. The ids of what it did read are hashed, so
-that a proof need not trust that it read what it should. Sums do not depend on which trainer read a
-sample, or when: those of all shards, ranks and steps are simply added.
+What a trainer should draw follows from the run's seed. The ids that it asks the data set for are
+hashed, so that a proof need not trust that these are what they should be. Sums do not depend on
+which trainer read a sample, or when: those of all shards, ranks and steps are simply added.
 
 The hash of sample `i` of an epoch is output number `i` of the SplitMix64 generator that starts at
 the epoch's own hash (Steele, Lea and Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA

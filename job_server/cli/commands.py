@@ -428,6 +428,8 @@ def _kill(api: ApiClient, args: argparse.Namespace) -> None:
 
 
 def _logs(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.json:
+        raise ConfigError("--json: a log is text as the script wrote it; leave it out")
     if args.lines < 0:
         raise ConfigError(f"--lines: expected 0 or more, got {args.lines}")
     job_id = _job_id(api, args)

@@ -576,6 +576,10 @@ def test_a_job_of_a_file_shares_the_cluster_and_is_explained(run, tmp_path):
     assert "is named as well; give one file" in out
 
 
+def test_logs_are_text(run, server):
+    assert run("logs", "--json")[0] == 2
+
+
 def test_top_prints_the_collectors_lines(run, server, capsys):
     code, out = run("top", "--lines", "--count", "2", "--interval_s", "0.1")
     assert code == 0

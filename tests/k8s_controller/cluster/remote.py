@@ -22,7 +22,7 @@ from tests.k8s_controller.cluster import patches
 from tests.k8s_controller.cluster.kinds import BUILT_IN, ApiError, Kind, Object, custom_kinds
 from tests.k8s_controller.cluster.kubelet import Kubelet
 from tests.k8s_controller.cluster.store import with_condition
-from tests.support import ROOT
+from tests.support import ROOT, wait_until
 
 TAINT = {"key": "paddlepaddle.org/test", "effect": "NoSchedule"}
 BEAT_S = 5.0  # between two signs of life of the nodes
@@ -259,6 +259,10 @@ class RemoteCluster:
         for kind, name in reversed(self._made):
             with contextlib.suppress(ApiError):
                 self.store.delete(kind, "", name)
+        # Or the next test would find them amid their end.
+        wait_until(
+            lambda: not any(self._is_there(*made) for made in self._made), 120, "all is gone"
+        )
         self.store.stop()
 
     # --- what is installed

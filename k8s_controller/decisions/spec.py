@@ -24,7 +24,8 @@ GPU = "nvidia.com/gpu"
 MAX_NAME = 50  # `-server` and an index follow it in names of 63 characters
 MAX_PODS = 500  # each is a node of the job's server, which hears no more often enough
 _OURS = ("restartPolicy", "hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
-_OUR_ENV = ("EDL_", "PADDLE_JOB", "PADDLE_POD", "POD_NAME", "POD_IP", "POD_UID")
+_OUR_ENV = ("POD_NAME", "POD_IP", "POD_UID")
+_OUR_PREFIXES = ("EDL_", "PADDLE_JOB", "PADDLE_POD")
 
 
 class SpecError(ValueError):
@@ -186,10 +187,11 @@ def _template(template: Object | None) -> Object:
     if not (container.get("command") or container.get("args")):
         raise SpecError(
             f"spec.template.spec.containers[{TRAINER}].command: missing; give what each pod runs, "
-            'such as ["python", "-m", "pod_runtime.launch", "train.py"]'
+            'such as ["python", "-m", "pod_runtime.launch", "/app/train.py"]'
         )
     for each in container.get("env", ()):
-        if str(each.get("name", "")).startswith(_OUR_ENV):
+        name = str(each.get("name", ""))
+        if name in _OUR_ENV or name.startswith(_OUR_PREFIXES):
             raise SpecError(
                 f"spec.template.spec.containers[{TRAINER}].env: {each['name']} is set by the "
                 "controller; leave it out"

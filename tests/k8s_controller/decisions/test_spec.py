@@ -57,6 +57,7 @@ def test_what_cannot_be_right_is_refused_by_the_name_of_its_field(fields, field)
         ({"image": ""}, "image"),
         ({"command": []}, "command"),
         ({"env": [{"name": "EDL_TOKEN", "value": "x"}]}, "EDL_TOKEN"),
+        ({"env": [{"name": "POD_UID", "value": "x"}]}, "POD_UID"),
         ({"resources": {"limits": {"nvidia.com/gpu": "half"}}}, "nvidia.com/gpu"),
     ],
 )
@@ -65,6 +66,13 @@ def test_of_the_trainers_container_only_what_is_the_users_may_be_set(change, fie
     job["spec"]["template"]["spec"]["containers"][0].update(change)
     with pytest.raises(SpecError, match=field):
         parse(job)
+
+
+def test_the_names_that_are_usual_for_a_pods_own_facts_are_the_users():
+    job = training_job()
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    container["env"] = [{"name": "POD_NAMESPACE", "value": "here"}]
+    assert parse(job)
 
 
 def test_a_pod_has_a_trainer_for_each_of_its_gpus():

@@ -72,7 +72,7 @@ def test_the_names_that_are_usual_for_a_pods_own_facts_are_the_users():
     job = training_job()
     container = job["spec"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "POD_NAMESPACE", "value": "here"}]
-    assert parse(job)
+    assert parse(job).replicas == parse(training_job()).replicas
 
 
 def test_a_pod_has_a_trainer_for_each_of_its_gpus():

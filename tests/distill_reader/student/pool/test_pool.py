@@ -283,13 +283,19 @@ def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_a
     read, monkeypatch
 ):
     monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
-    teacher = FakeTeacher("a:1", delay_s=1.0)
-    teacher.refuse_with = lambda: RequestTooLarge("so many are too many")
+    teacher = FakeTeacher("a:1")
+    teacher.connects_anyway = True
+    teacher.stop()
     reading = read(teacher, timeout_s=0.2, skips=True)
     wait_until(lambda: reading.found and reading.found[-1][1] is None)
-    teacher.delay_s = 0.0
-    wait_until(lambda: not teacher.in_flight)
-    teacher.refuse_with = lambda: None
+
+    def refuse_what_is_owed() -> RequestTooLarge:
+        if teacher.in_flight == 1:  # this is the last of it
+            teacher.refuse_with = lambda: None
+        return RequestTooLarge("so many are too many")
+
+    teacher.refuse_with = refuse_what_is_owed
+    teacher.go_on()
     wait_until(lambda: reading.found[-1][1] is not None)
     reading.finish()
 

@@ -300,6 +300,19 @@ def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_a
     reading.finish()
 
 
+def test_samples_that_every_teacher_refuses_once_one_is_back_are_an_error(read, monkeypatch):
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
+    teacher = FakeTeacher("a:1")
+    teacher.connects_anyway = True
+    teacher.stop()
+    reading = read(teacher, timeout_s=0.2, skips=True)
+    wait_until(lambda: reading.found and reading.found[-1][1] is None)
+    teacher.refuse_with = lambda: BadRequest("tensor image: of this kind is none")
+    teacher.go_on()
+    wait_until(lambda: reading.error, what="it does not skip them for ever")
+    assert "of this kind is none" in str(reading.error)
+
+
 def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
     monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
     dead = FakeTeacher("a:1")

@@ -131,8 +131,9 @@ class SampleFetcher:
 
     def fetch(self, epoch: int, ids: Sequence[int]) -> list[Any]:
         """Return the samples of `ids`, in order."""
-        dataset = self._dataset
-        if not (self._is_watched(epoch) or self._draws):
+        dataset, is_watched = self._dataset, self._is_watched(epoch)
+        self._epoch, self._fetched = epoch, self._fetched + 1
+        if not (is_watched or self._draws):
             return [dataset[sample_id] for sample_id in ids]
         if not self._draws:
             _seed(self._streams, _PROBE)
@@ -153,11 +154,10 @@ class SampleFetcher:
         return samples
 
     def _is_watched(self, epoch: int) -> bool:
-        number, is_new = self._fetched, epoch != self._epoch
-        self._fetched, self._epoch = number + 1, epoch
         if self._is_ahead:
-            return number == 0
-        return is_new or number < _WATCHED or number % _WATCHED == 0
+            return self._fetched == 0
+        is_first = epoch != self._epoch or self._fetched < _WATCHED
+        return is_first or self._fetched % _WATCHED == 0
 
     def _probe(self) -> tuple[float, float, Any]:
         _seed(self._streams, _PROBE)

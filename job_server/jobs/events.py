@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from job_server.api.wire import Attach, Demand, Kill, PodReport, PodState, Resize
+from job_server.api.wire import Attach, Demand, JobState, Kill, PodReport, PodState, Resize
 
 
 class RequestRefused(ValueError):  # noqa: N818 - the interface's word
     """A user's request makes no sense in the job's present state; the job is unchanged."""
+
+
+def refuse_if_ended(job_id: str, state: JobState) -> None:
+    """Raises RequestRefused: a job in this state takes no requests any more."""
+    if state.ended:
+        raise RequestRefused(
+            f"job_id: {job_id} has ended ({state.value}); `edl delete {job_id}`, then submit it "
+            "again"
+        )
 
 
 class NotConverging(RuntimeError):  # noqa: N818 - as above

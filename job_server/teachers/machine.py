@@ -29,6 +29,7 @@ from job_server.jobs.events import (
     RunTimeStatic,
     ServerRestarted,
     StopAsked,
+    refuse_if_ended,
 )
 from job_server.jobs.pod_reports import missing_at
 from job_server.jobs.work import Goal
@@ -198,11 +199,7 @@ def _asked(
     """
     job = work.job
     name = job.spec.job_id
-    if job.state.ended:
-        raise RequestRefused(
-            f"job_id: {name} has ended ({job.state.value}); `edl delete {name}`, then submit it "
-            "again"
-        )
+    refuse_if_ended(name, job.state)
     match event:
         case ResizeAsked():
             _resize(work, event.resize)

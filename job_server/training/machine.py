@@ -28,6 +28,7 @@ from job_server.jobs.events import (
     ServerRestarted,
     StopAsked,
     Tick,
+    refuse_if_ended,
 )
 from job_server.jobs.pod_reports import missing_at
 from job_server.jobs.work import Goal
@@ -209,11 +210,7 @@ def _asked(work: Work, event: Event) -> None:
     """
     job = work.job
     name = job.spec.job_id
-    if job.state.ended:
-        raise RequestRefused(
-            f"job_id: {name} has ended ({job.state.value}); `edl delete {name}`, then submit it "
-            "again"
-        )
+    refuse_if_ended(name, job.state)
     match event:
         case ResizeAsked():
             _resize(work, event.resize)

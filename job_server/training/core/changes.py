@@ -301,6 +301,19 @@ def store_script_clock(work: Work) -> None:
         work.set(queue=replace(job.queue, script_stored_s=job.progress.script_s))
 
 
+def check_resize(job: Job, pods: int) -> None:
+    """Check a user's resize.
+
+    Raises:
+        RequestRefused: the job is stopping, or may never have so many pods.
+    """
+    if job.goal.ends_as is not None:
+        raise RequestRefused(f"pods: the job {job.spec.job_id} is stopping")
+    refusal = why_not(job, pods)
+    if refusal:
+        raise RequestRefused(f"pods: {refusal}")
+
+
 def resize(work: Work, pods: int) -> None:
     """Enter a user's resize.
 
@@ -310,11 +323,7 @@ def resize(work: Work, pods: int) -> None:
         RequestRefused: the job may never have so many pods.
     """
     job = work.job
-    if job.goal.ends_as is not None:
-        raise RequestRefused(f"pods: the job {job.spec.job_id} is stopping")
-    refusal = why_not(job, pods)
-    if refusal:
-        raise RequestRefused(f"pods: {refusal}")
+    check_resize(job, pods)
     waits = bool(job.waiting) and not job.cut_off  # otherwise the active stage may go on
     idle = job.active is None and job.preparing is None
     paused = job.halt is not None and job.halt.phase is HaltPhase.DONE

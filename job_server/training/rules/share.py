@@ -11,11 +11,11 @@ from dataclasses import replace
 from job_server.api.text import duration
 from job_server.api.wire import Allotment, Order, Way
 from job_server.cluster.placement import find_node, slots_to_leave
-from job_server.jobs.events import Allotted, RequestRefused
+from job_server.jobs.events import Allotted
 from job_server.jobs.work import Goal
 from job_server.training.core.accounting import CLOCK_RUNS
 from job_server.training.core.allocation import find_sites_on, make_pods, unsaved
-from job_server.training.core.changes import choose_way, may_change, why_not
+from job_server.training.core.changes import check_resize, choose_way, may_change
 from job_server.training.core.job import Job, TrainingPod
 from job_server.training.core.moves import abandon, begin, dismiss_standby
 from job_server.training.core.work import Work, is_silent
@@ -216,13 +216,8 @@ def limit_pods(work: Work, pods: int) -> None:
     Raises:
         RequestRefused: the job may never have so many pods.
     """
-    job = work.job
-    if job.goal.ends_as is not None:
-        raise RequestRefused(f"pods: the job {job.spec.job_id} is stopping")
-    refusal = why_not(job, pods)
-    if refusal:
-        raise RequestRefused(f"pods: {refusal}")
-    work.set(share=replace(job.share, most=pods))
+    check_resize(work.job, pods)
+    work.set(share=replace(work.job.share, most=pods))
     work.note(
         f"at most {pods} {'pod' if pods == 1 else 'pods'} from now on, on request; the server "
         f"chooses how many up to that, as the job is shared",

@@ -1,14 +1,17 @@
 """Fixtures of the end-to-end tests: a real cluster that trains a counting model."""
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.support import ROOT
+from tests.e2e.folders import Folders
+from tests.support import ROOT, wait_until
 
 
 @pytest.fixture
@@ -45,3 +48,17 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     yield make
     for cluster in made:
         cluster.stop()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[Folders]:
+    """A cluster without a job; all of it is gone when the test ends, what a test stopped too."""
+    cluster = Folders(tmp_path / "c")
+    cluster.start_server()
+    cluster.start_client()
+    wait_until(cluster._healthy, what="the server answers")
+    yield cluster
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.Error):
+            process.resume()
+    cluster.stop()

@@ -4,10 +4,9 @@
 test_two_nodes.py. The trainers are toys but for 4; all else is as users have it.
 """
 
-import contextlib
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,8 +17,8 @@ from job_server.api.api_client import ApiClient
 from job_server.api.errors import ServerAway
 from job_server.api.wire import HangLimits, JobSpec, JobState
 from tests.e2e.cluster import Cluster
+from tests.e2e.folders import Folders
 from tests.e2e.test_chaos import finish_and_check
-from tests.e2e.test_failures import Folders
 from tests.support import freeze, freezer, wait_until
 
 SOON = HangLimits(step_s=0.6, steps=1, first_s=0.6, data_s=0.7, evaluation_s=0.8, saving_s=0.9)
@@ -33,19 +32,6 @@ def of_job(found: list[psutil.Process], name: str) -> psutil.Process:
 
 def has_no_warnings(folders: Folders, name: str) -> bool:
     return folders.of(name).warnings == ()
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> Iterator[Folders]:
-    cluster = Folders(tmp_path / "c")
-    cluster.start_server()
-    cluster.start_client()
-    wait_until(cluster._healthy, what="the server answers")
-    yield cluster
-    for process in cluster.processes():
-        with contextlib.suppress(psutil.Error):
-            process.resume()
-    cluster.stop()
 
 
 HANGS = {  # what a trainer does that hangs: in which words that is said

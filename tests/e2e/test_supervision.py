@@ -13,19 +13,9 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobState, JobStatus, Way
+from tests.e2e.folders import Folders
 from tests.e2e.proof import check_counts
-from tests.e2e.test_failures import Folders
 from tests.support import ROOT, wait_until
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> Iterator[Folders]:
-    cluster = Folders(tmp_path / "c")
-    cluster.start_server()
-    cluster.start_client()
-    wait_until(cluster._healthy, what="the server answers")
-    yield cluster
-    cluster.stop()
 
 
 def slots_of(status: JobStatus) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.streams import read_samples
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
     CarryingDataset,
@@ -84,7 +85,7 @@ def _read(data: FrameworkData, source: DataSource, batches: list[Sequence[int]])
     collate = source.collate or data.collate
     if not source.num_workers or not batches:
         for ids in batches:
-            yield collate([source.dataset[index] for index in ids])  # type: ignore[index]
+            yield collate(read_samples(source.dataset, list(ids)))
         return
     loader = data.loader(
         CarryingDataset(source.dataset),

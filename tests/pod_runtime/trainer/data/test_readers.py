@@ -91,6 +91,26 @@ def test_a_dataset_that_draws_nothing_is_read_once_per_sample():
     assert data.read == [1, 2, 4, 3, 5, 3, 5, 7]
 
 
+class ReadAtOnce(Drawing):
+    """Says how it was asked for several samples, as PyTorch's Subset is."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        found = [self[index] for index in indices]
+        self.read.append(indices)
+        return found
+
+
+def test_a_dataset_that_reads_many_at_once_is_asked_so_unless_it_draws():
+    streams = Streams()
+    data = ReadAtOnce(streams, "random")
+    fetcher = SampleFetcher(data, streams, seed=5)
+    assert fetcher.fetch(0, [1, 2]) == [(1, 0.0), (2, 0.0)]
+    assert data.read[-1] == [1, 2]
+    drawn = fetcher.fetch(0, [3, 5])
+    assert data.read[-2:] == [3, 5]
+    assert drawn == SampleFetcher(Drawing(streams, "random"), streams, seed=5).fetch(0, [3, 5])
+
+
 def test_a_dataset_that_draws_late_is_keyed_from_the_next_watched_shard_on():
     """The first of an epoch is watched, and every sixteenth."""
     streams = Streams()

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from job_server.api.wire import SnapshotRef, StagePlan, TrainerError, WireError, decode, encode
 from pod_runtime.errors import ChannelError
 
+PEER_LOST_EXIT_CODE = 75  # EX_TEMPFAIL: of a trainer that ends since another one is gone
+
 # --- from a trainer to its launcher
 
 

@@ -25,6 +25,7 @@ from job_server.api.wire import (
     Way,
 )
 from pod_runtime.channel_wire import (
+    PEER_LOST_EXIT_CODE,
     CannotJoin,
     Done,
     Drained,
@@ -38,8 +39,8 @@ from pod_runtime.channel_wire import (
     TrainerMessage,
 )
 
-PEER_LOST_EXIT = 75  # of the elastic loop, where another trainer is gone
-_PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT)  # gloo aborts its process
+# gloo aborts its process where a peer is gone.
+_PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT_CODE)
 ELASTIC_GRACE_S = 3.0  # its state is in a snapshot: a longer grace would save nothing
 
 Key = tuple[int, int]  # (stage, attempt)

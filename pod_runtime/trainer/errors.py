@@ -14,8 +14,6 @@ from typing import Any
 
 from pod_runtime.errors import PodRuntimeError
 
-PEER_LOST_EXIT_CODE = 75  # EX_TEMPFAIL: what the launcher reads as "a victim, not the cause"
-
 
 class ElasticError(PodRuntimeError):
     """Any of these."""

@@ -11,8 +11,8 @@ from typing import NoReturn
 import numpy as np
 
 from pod_runtime.activity import Doing, own_activity
+from pod_runtime.channel_wire import PEER_LOST_EXIT_CODE
 from pod_runtime.trainer.errors import (
-    PEER_LOST_EXIT_CODE,
     LinkError,
     PeerLost,
     StageChanged,

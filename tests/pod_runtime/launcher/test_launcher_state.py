@@ -23,6 +23,7 @@ from job_server.api.wire import (
 )
 from pod_runtime.activity import Doing, Seen
 from pod_runtime.channel_wire import (
+    PEER_LOST_EXIT_CODE,
     CannotJoin,
     Cut,
     Done,
@@ -607,7 +608,7 @@ def test_what_a_trainer_raised_counts_more_than_how_its_process_was_torn_down(co
 
 def test_an_error_is_told_at_once_and_replaces_that_of_a_victim_though_its_process_ends_late():
     pod = training_pod()
-    assert [each.peer_lost for each in reports(pod.die(0, state.PEER_LOST_EXIT))] == [True]
+    assert [each.peer_lost for each in reports(pod.die(0, PEER_LOST_EXIT_CODE))] == [True]
     error = TrainerError(chain=(RaisedError(types=("ValueError",), text="bad"),), where="t.py:7")
     (failed,) = reports(pod.say(1, Raised(error=error)))
     assert (failed.rank, failed.error, failed.peer_lost) == (1, error, False)

@@ -60,6 +60,11 @@ class Request:
     def size_bytes(self) -> int:
         return sum([piece.size_bytes for piece in self.pieces])
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether nobody else has its arrays: the consumer may alter those that it was given."""
+        return not self.is_answered and all(piece.item.missing for piece in self.pieces)
+
     def feeds(self, index: int) -> list[Array]:
         """Return the arrays of the sent field at `index` (among the sent ones)."""
         if len(self.pieces) == 1:

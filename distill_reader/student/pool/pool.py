@@ -334,7 +334,9 @@ class TeacherPool:
                     self._refuse(teacher, flight, mapping.named(error))
                 continue
             cache = self._settings.cache
-            if cache is not None and not request.is_answered:
+            with self._lock:
+                is_awaited = request.is_awaited  # else it may have been altered while it was sent
+            if cache is not None and is_awaited:
                 # Before the consumer can change the arrays; only once if the request is hedged.
                 cache.keep(request, columns, mapping.served)
             with self._lock:

@@ -20,7 +20,7 @@ from distill_reader.errors import BadRequest, NoTeacher, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, double
 from tests.distill_reader.student.teacher_process import TeacherProcess
-from tests.support import ROOT
+from tests.support import ROOT, wait_until
 
 V1, V2 = replace(SPEC, digest="one"), replace(SPEC, digest="two")
 Make = Callable[..., DistillReader]
@@ -186,6 +186,35 @@ def test_labels_are_kept_as_the_teacher_said_them_whatever_the_consumer_does(mak
     for number, (*_, total) in enumerate(reader()):
         assert total[:, 0].tolist() == [6.0 * number, 6.0 * number]
     assert teacher.samples == 600
+
+
+def test_labels_of_samples_that_were_let_go_are_not_kept(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path).set_no_teacher_timeout(0.3, "skip")
+    is_stopped, is_answered = threading.Event(), threading.Event()
+
+    def generate() -> Iterator[Any]:
+        yield from batches([1, 2])
+        is_stopped.wait(10)
+        yield from batches([3, 4])
+        is_answered.wait(10)
+        yield from batches([5])
+
+    iterator = iter(reader.set_batch_generator(generate)())
+    next(iterator)
+    teacher.stop()
+    is_stopped.set()
+    image, _, _, total = next(iterator)
+    assert total is None
+    image -= 1000  # while it is still being sent
+    teacher.go_on()
+    wait_until(lambda: not teacher.in_flight, what="the late answer is there")
+    is_answered.set()
+    assert next(iterator)[3][:, 0].tolist() == [30.0]
+    iterator.close()
+    assert totals(reader.set_batch_generator(batches([1, 2], [3, 4], [5]))) == [
+        [6.0, 12.0], [18.0, 24.0], [30.0],
+    ]  # fmt: skip
 
 
 def test_what_is_not_a_number_is_not_kept(make: Make, tmp_path: Path):

@@ -400,7 +400,7 @@ class DistillReader:
         settings = with_environment(self._settings, os.environ)
         sources = self._services.sources(settings)
         self._is_spent = hasattr(self._generator, "__next__")
-        return self._iterate(settings, sources)
+        return self._iterate(self._generator, self._kind, settings, sources)
 
     def print_config(self) -> None:
         """Print the settings, with environment variables applied."""
@@ -433,15 +433,19 @@ class DistillReader:
         return partial(connect, config=config, access=settings.access)
 
     def _iterate(
-        self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
+        self,
+        generator: Any,
+        kind: str,
+        settings: ReaderSettings,
+        sources: Mapping[str, TeacherSource],
     ) -> Generator[Any, None, None]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
-        item_format: ItemFormat = ITEM_FORMATS[self._kind](
+        item_format: ItemFormat = ITEM_FORMATS[kind](
             settings.sent, len(settings.ins), len(labels.arrays), settings.padding, labels.arrays
         )
         lock = SessionLock()
         session = ReaderSession(
-            self._generator,
+            generator,
             item_format,
             self._services.streams(settings, labels, sources, lock, self._connector(settings)),
             lock,

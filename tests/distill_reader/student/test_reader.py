@@ -132,6 +132,14 @@ def test_two_readers_do_not_mix(make):
         assert (mine[2][0, 0], theirs[2][0, 0]) == (6, 12)
 
 
+def test_a_pass_reads_what_the_reader_was_given_when_it_was_called(make):
+    reader = make(*two())
+    batches = reader.set_batch_generator([(image(1, 4), "train")])()
+    samples = reader.set_sample_generator([(image(2), "test")])()
+    assert [(total.shape, name) for _, name, total in batches] == [((4, 1), "train")]
+    assert [(total.shape, name) for _, name, total in samples] == [((1,), "test")]
+
+
 def test_a_reader_may_be_iterated_over_twice_at_once(make):
     reader = make(*two()).set_batch_generator(lambda: ((image(1, 2), i) for i in range(50)))
     assert [a[1] == b[1] for a, b in zip(reader(), reader(), strict=True)] == [True] * 50

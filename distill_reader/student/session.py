@@ -244,6 +244,8 @@ class ReaderSession:
         streams = self._streams
         for stream in streams:
             stream.pop()
+            if stream.feed.has_waiting:  # perhaps for room, which there is now
+                stream.pool.call()
         self._room.notify()
         count = min([len(stream.answered) for stream in streams])
         taken = [tuple([stream.answered.popleft() for stream in streams]) for _ in range(count)]

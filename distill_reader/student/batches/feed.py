@@ -44,7 +44,8 @@ class Request:
     """Pieces of one shape that are answered together."""
 
     __slots__ = (
-        "hedged_to", "holders", "is_answered", "is_hedged", "pieces", "samples", "signature",
+        "hedged_to", "holders", "is_answered", "is_hedged", "owed_bytes", "pieces", "samples",
+        "signature",
     )  # fmt: skip
 
     def __init__(self, pieces: list[ItemPiece], signature: Signature, samples: int) -> None:
@@ -55,6 +56,7 @@ class Request:
         self.is_hedged = False  # it was offered to a second teacher
         self.hedged_to: Collection[str] | None = None  # teachers that may take it then; None: any
         self.is_answered = False  # or refused; further answers do not count
+        self.owed_bytes = 0  # of predictions that are expected and not counted with their items
 
     @property
     def size_bytes(self) -> int:
@@ -85,6 +87,8 @@ class Feed:
         self._added = 0  # items, ever
         self._answers = 0  # requests, ever
         self._held_bytes = 0
+        self._reserved_bytes = 0  # of these: for predictions of samples that no teacher has yet
+        self._owed_bytes = 0  # of all requests under way
         self._popped_bytes = 0  # of the items that the consumer works on now
         self._output_bytes: int | None = None  # of one sample's predictions; None: unknown yet
         self._skips = False
@@ -123,12 +127,11 @@ class Feed:
                 waiting[piece.signature] = deque((piece,))
             else:
                 queue.append(piece)
-            self.waiting_bytes += piece.size_bytes
-            self.waiting_samples += piece.samples
+            self._count_in(piece)
         item.pieces = []
 
-    def expect(self, output_bytes: int) -> None:
-        """Note the size of one sample's predictions, if no answer has shown it yet."""
+    def expect(self, output_bytes: int | None) -> None:
+        """Note the size of one sample's predictions, if known, and no answer has shown it yet."""
         if self._output_bytes is None:
             self._output_bytes = output_bytes
 
@@ -145,7 +148,9 @@ class Feed:
 
     def has_waiting_for(self, teacher: str) -> bool:
         """Return whether `take` would return a request for this teacher."""
-        return bool(self._waiting) or self._troubled_for(teacher) is not None
+        return self._troubled_for(teacher) is not None or (
+            bool(self._waiting) and self._may_ask_for(self._first_queue()[0])
+        )
 
     @property
     def has_answers(self) -> bool:
@@ -187,10 +192,13 @@ class Feed:
         if troubled is not None:
             self._troubled.remove(troubled)
             piece = self._cut_off(troubled, limits)
-            return self._request([piece], piece.samples, piece.size_bytes, teacher)
+            return self._request([piece], piece.samples, teacher)
         if not self._waiting:
             return None
         queue = self._first_queue()
+        if not self._may_ask_for(queue[0]):
+            return None
+        room_bytes = self._max_bytes - self._used_bytes
         piece = queue.popleft()
         first = self._cut_off(piece, limits)
         pieces = [first]
@@ -200,10 +208,15 @@ class Feed:
             if limits.join_samples is not None and len(self._waiting) > 1:
                 of_each = max(_LEAST_OF_A_SHAPE, limits.join_samples // len(self._waiting))
                 limits = replace(limits, join_samples=min(limits.join_samples, of_each))
-            while queue and _fits(
-                limits,
-                part * (samples + queue[0].samples),
-                part * (size_bytes + queue[0].size_bytes),
+            output_bytes = self._output_bytes or 0
+            while (
+                queue
+                and _fits(
+                    limits,
+                    part * (samples + queue[0].samples),
+                    part * (size_bytes + queue[0].size_bytes),
+                )
+                and (samples + queue[0].samples) * output_bytes <= room_bytes
             ):
                 piece = queue.popleft()
                 pieces.append(piece)
@@ -211,7 +224,7 @@ class Feed:
                 size_bytes += piece.size_bytes
         if not queue:
             del self._waiting[first.signature]
-        return self._request(pieces, samples, size_bytes, teacher)
+        return self._request(pieces, samples, teacher)
 
     def hedge(self, request: Request, to: Collection[str] | None = None) -> None:
         """Offer a late request to other teachers as well. A second call replaces these teachers."""
@@ -301,10 +314,7 @@ class Feed:
                 self._put_back(request.pieces[0])
             return []
         self._finish(request)
-        singles = [Request([piece], request.signature, piece.samples) for piece in request.pieces]
-        for single in singles:
-            single.holders.append(teacher)
-        return singles
+        return [self._ask_for([piece], piece.samples, teacher) for piece in request.pieces]
 
     def too_large(self, request: Request, teacher: str) -> bool:
         """Let its samples wait again for smaller requests; False: there is only one sample."""
@@ -416,7 +426,7 @@ class Feed:
         self._waiting.clear()
         self._troubled.clear()
         self._hedges.clear()
-        self.waiting_bytes = self.waiting_samples = 0
+        self.waiting_bytes = self.waiting_samples = self._reserved_bytes = 0
 
     # --- helpers
 
@@ -440,13 +450,31 @@ class Feed:
             self._troubled.remove(piece)
             self._leave_out(piece)
 
+    @property
+    def _used_bytes(self) -> int:
+        """What is in memory, and the predictions that are expected of requests under way."""
+        return self._held_bytes - self._reserved_bytes + self._owed_bytes
+
+    def _may_ask_for(self, piece: ItemPiece) -> bool:
+        """Return whether there is room for predictions; what the consumer needs next always has."""
+        return self._used_bytes <= self._max_bytes or piece.item is self._order[0]
+
+    def _count_in(self, piece: ItemPiece) -> None:
+        """Count a piece as waiting."""
+        self.waiting_bytes += piece.size_bytes
+        self.waiting_samples += piece.samples
+        self._reserved_bytes += piece.samples * piece.item.output_bytes
+
     def _leave_out(self, piece: ItemPiece) -> None:
         """Count a piece as waiting no more."""
         self.waiting_bytes -= piece.size_bytes
         self.waiting_samples -= piece.samples
+        self._reserved_bytes -= piece.samples * piece.item.output_bytes
 
     def _finish(self, request: Request) -> None:
         request.is_answered = True
+        self._owed_bytes -= request.owed_bytes
+        request.owed_bytes = 0
         if request.is_hedged and request in self._hedges:
             self._hedges.remove(request)
 
@@ -457,7 +485,11 @@ class Feed:
 
     def _troubled_for(self, teacher: str) -> ItemPiece | None:
         for piece in self._troubled:
-            if piece.tries is not None and piece.tries.may_ask(teacher, self._able):
+            if (
+                piece.tries is not None
+                and piece.tries.may_ask(teacher, self._able)
+                and self._may_ask_for(piece)
+            ):
                 return piece
         return None
 
@@ -468,13 +500,19 @@ class Feed:
             return next(iter(queues))
         return min(queues, key=lambda queue: queue[0].order)
 
-    def _request(
-        self, pieces: list[ItemPiece], samples: int, size_bytes: int, teacher: str
-    ) -> Request:
-        self.waiting_samples -= samples
-        self.waiting_bytes -= size_bytes
+    def _request(self, pieces: list[ItemPiece], samples: int, teacher: str) -> Request:
+        for piece in pieces:
+            self._leave_out(piece)
+        return self._ask_for(pieces, samples, teacher)
+
+    def _ask_for(self, pieces: list[ItemPiece], samples: int, teacher: str) -> Request:
         request = Request(pieces, pieces[0].signature, samples)
         request.holders.append(teacher)
+        size = self._output_bytes or 0
+        request.owed_bytes = sum(
+            [piece.samples * max(0, size - piece.item.output_bytes) for piece in pieces]
+        )
+        self._owed_bytes += request.owed_bytes
         return request
 
     def _cut_off(self, piece: ItemPiece, limits: RequestLimits) -> ItemPiece:
@@ -494,8 +532,7 @@ class Feed:
         """
         if not piece.item.missing or piece.item.error is not None:
             return
-        self.waiting_bytes += piece.size_bytes
-        self.waiting_samples += piece.samples
+        self._count_in(piece)
         if piece.tries is not None and piece.tries.is_alone:
             insort(self._troubled, piece, key=_order_of)
             return

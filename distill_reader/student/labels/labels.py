@@ -114,6 +114,13 @@ class Labels:
                 served.append(_served(tensor))
         return tuple(names), tuple(served)
 
+    def sample_bytes(self, spec: ModelSpec) -> int | None:
+        """Return the bytes of one sample's arrays; None: only an answer shows it."""
+        if not spec.outputs or len(self.arrays) > len(self._predicts):  # pairs are small
+            return None
+        sizes = [spec.output(name).sample_bytes for name in self._predicts]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
     def _output(self, endpoint: str, spec: ModelSpec, name: str) -> TensorSpec | None:
         """Return the output; None: the teacher does not list its outputs."""
         if not spec.outputs:

@@ -227,6 +227,7 @@ class TeacherPool:
                 with self._lock:
                     if not self._is_over(teacher) and its_round == teacher.round:
                         self._meet(teacher, client.spec)
+                        self._feed.expect(mapping.sample_bytes)
                         self._set_connected(teacher, client)
                         return client, mapping, its_round
             except DistillError as error:

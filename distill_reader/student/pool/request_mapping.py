@@ -45,6 +45,7 @@ class RequestMapping:
         self.spec = spec
         self.labels = labels
         self.columns, self.served = labels.asked(endpoint, spec)
+        self.sample_bytes = labels.sample_bytes(spec)  # of the predictions; None: unknown
         if padding is not None and padding.outputs is None and spec.outputs:
             self._check_lengths([spec.output(name) for name in labels.predicts])
         self._sent = tuple(sent)

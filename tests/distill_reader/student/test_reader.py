@@ -245,6 +245,27 @@ def test_that_samples_are_sent_one_by_one_is_said_once(make, caplog):
 # --- memory
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["size known", "size unknown"])
+def test_predictions_that_are_larger_than_inputs_count_against_the_bound(make, is_known: bool):
+    spec = ModelSpec(
+        name="rows",
+        inputs=(TensorSpec(name="ids", dtype="int64", shape=(4,)),),
+        outputs=(TensorSpec(name="rows", dtype="float32", shape=(4, 16_000 if is_known else -1)),),
+    )  # 250 KiB a sample
+    teacher = FakeTeacher(
+        "a:1", spec, lambda inputs: {"rows": np.zeros((len(inputs["ids"]), 4, 16_000), np.float32)}
+    )
+    reader = make(teacher, ins=("ids",), predicts=("rows",)).set_max_memory(8)
+    reader.set_batch_generator((np.ones((8, 4), np.int64),) for _ in range(60))  # 2 MiB each
+    used = 0
+    for _ in reader():
+        used += 8
+        time.sleep(0.02)
+        if is_known or used > 64:
+            assert teacher.samples - used <= 5 * 8
+    assert teacher.samples == used == 480
+
+
 def test_the_generator_runs_ahead_no_further_than_memory_allows(make):
     ahead = 0
     made = 0

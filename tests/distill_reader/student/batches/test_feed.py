@@ -378,6 +378,31 @@ def test_predictions_count_as_memory():
     assert not feed.has_room(item(3))
 
 
+def test_nothing_is_asked_for_without_room_for_its_predictions_but_what_is_needed_next():
+    feed = feed_of(*(item(index) for index in range(9)))  # before their size is known
+    feed._max_bytes = 100_000
+    single = RequestLimits(join_bytes=1, most_bytes=1000)
+    predictions = (np.zeros((1, 5000)),)  # 40 kB
+    first = take(feed, single)
+    feed.answered(first, predictions, "a")
+    requests = [take(feed, single), take(feed, single)]  # 120 kB
+    assert not feed.has_waiting_for("a")
+    assert feed.take(single, "a") is None
+    assert len(feed.pop(1)) == 1  # the consumer works on it
+    assert feed.pop(1) == []
+    assert feed.has_waiting_for("a")
+    requests.append(take(feed, single))
+    assert feed.take(single, "a") is None
+    for request in requests:
+        feed.give_back(request, "a")
+    joined = take(feed)
+    assert joined.samples == 2  # 80 kB
+    feed.give_back(joined, "a")
+    feed._max_bytes = 1
+    assert take(feed).samples == 1  # what the consumer needs next
+    assert feed.take(WIDE, "a") is None
+
+
 def test_an_item_larger_than_the_bound_passes_alone():
     feed = Feed(1000)
     assert feed.has_room(item(*range(1000)))

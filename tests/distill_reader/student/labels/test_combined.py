@@ -82,6 +82,20 @@ def test_the_weighted_mean_of_all_services_comes_in_order(make: Make):
             np.testing.assert_allclose(score, np.tile(expected(index, 3), (len(image), 1)))
 
 
+def test_predictions_larger_than_the_memory_bound_keep_no_service_waiting(make: Make):
+    spec = replace(SPEC, outputs=(TensorSpec(name="score", dtype="float32", shape=(-1,)),))
+
+    def wide(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"score": np.ones((len(inputs["image"]), 100_000), np.float32)}
+
+    services = {
+        name: [FakeTeacher(f"{name}:1", spec, wide, delay_s=delay_s)]
+        for name, delay_s in (("small", 0.001), ("large", 0.003))
+    }
+    reader = make(services).set_max_memory(1).set_batch_generator(lambda: batches(60))
+    assert [index for _, index, _ in reader()] == list(range(60))
+
+
 def test_samples_and_lists_of_samples_have_it_too(make: Make):
     reader = make({"a": [teacher("a:1", 1)], "b": [teacher("b:1", 3)]})
     samples = [(np.full(2, index, np.float32), index) for index in range(50)]

@@ -279,8 +279,10 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
             raise UsageError(sparse_gradient(f"{name}.weight"))
     merged = of_model(model)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor._is_initialized():
+    parameters = dict(model.named_parameters())
+    for name, tensor in [*parameters.items(), *model.named_buffers()]:
+        is_carried = name in parameters or name in merged  # an LSTM keeps what it never fills
+        if is_carried and not tensor._is_initialized():
             raise UsageError(
                 f"model: {name} has no values, as within paddle.LazyGuard; give it some before the "
                 f"optimizer and the Loop: parameter.initialize()"

@@ -110,6 +110,17 @@ class Reparametrized(Words):
         self.out = nn.utils.weight_norm(self.out)
 
 
+class Recurrent(Words):
+    """Paddle's LSTM keeps a tensor for dropout that has no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, num_layers=2)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.lstm(self.words(ids).unsqueeze(1))[0][:, -1])
+
+
 class Number(Words):
     """A parameter without a dimension."""
 
@@ -207,6 +218,7 @@ TRAINED: dict[str, Callable[[], Any]] = {
     "copying": Copying,
     "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number,
+    "recurrent": Recurrent,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "given late": (GivenLate, r"it has got peak since the Loop was made"),

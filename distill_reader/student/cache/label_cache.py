@@ -122,8 +122,9 @@ class LabelCache:
         if layout is None or not len(rows):
             return 0
         for piece in item.pieces:
-            if piece.signature == self._known_signature:
-                continue
+            is_found = is_there[piece.first : piece.first + piece.samples].any()
+            if piece.signature == self._known_signature or not is_found:
+                continue  # what is not kept may have another size or type than what is
             described = self._describe(piece.signature)
             if layout.inputs and _of_any_length(layout.inputs) == _of_any_length(described):
                 if layout.inputs not in (described, _of_any_length(described)):
@@ -163,7 +164,7 @@ class LabelCache:
         ]
         if store is not None and len(keys) == len(request.pieces):
             described = self._describe(request.signature)
-            varies = any(each.varies for each in served)
+            varies = self._labels.vary(columns, served)
             inputs = Inputs(
                 layout=described if varies else _of_any_length(described),
                 check=lambda row: _check_of(request, row),

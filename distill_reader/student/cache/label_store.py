@@ -137,6 +137,7 @@ class LabelStore:
         self._rows: mmap.mmap | None = None
         self._keys: mmap.mmap | None = None
         self._is_full = False
+        self._has_warned = False  # that not all labels are kept
         self._is_closed = True  # until it is open
         self._pid = os.getpid()
         self._others_bytes: int | None = None  # size of the other folders; None: not measured yet
@@ -293,14 +294,12 @@ class LabelStore:
         self._refresh()
         layout = self._layout or self._write_header(columns, served, inputs)
         if layout is not None and layout.inputs not in ((), inputs.layout):
-            return 0  # texts of another length have labels of another length
+            # Texts of another length have labels of another length.
+            self._note_others("samples of another size or type than the first", inputs.layout)
+            return 0
         if layout is None or not _fits(layout, columns):
-            self._is_full = True
-            logger.warning(
-                "cache %s: labels of varying shape are not kept; got %s",
-                self.folder,
-                [list(column.shape[1:]) for column in columns],
-            )
+            shown = [f"{column.dtype} {list(column.shape[1:])}" for column in columns]
+            self._note_others("labels of varying shape or type", shown)
             return 0
         _, firsts = np.unique(keys, axis=0, return_index=True)
         new = np.sort(firsts)
@@ -322,6 +321,12 @@ class LabelStore:
         self._index.add(mix(keys), self._count)
         self._count += len(new)
         return len(new)
+
+    def _note_others(self, what: str, got: object) -> None:
+        """Log once that not all labels are kept."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("cache %s: %s are not kept; got %s", self.folder, what, got)
 
     def _room_bytes(self, more_bytes: int) -> int:
         """Return for how many of `more_bytes` there is room."""
@@ -406,7 +411,7 @@ def _check_of(document: Any) -> int:
 
 def _fits(layout: RowLayout, columns: Sequence[Array]) -> bool:
     return len(columns) == len(layout.columns) and all(
-        column.shape[1:] == shape and column.dtype.kind == np.dtype(dtype).kind
+        column.shape[1:] == shape and column.dtype == np.dtype(dtype)
         for column, (dtype, shape) in zip(columns, layout.columns, strict=True)
     )
 

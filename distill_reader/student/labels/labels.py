@@ -25,7 +25,15 @@ class ServedOutput:
 
     dtype: str
     classes: int = 0  # length of its last axis; 0: not needed
-    varies: bool = False  # samples may differ in shape, for example with the inputs' lengths
+    shape: tuple[int, ...] | None = None  # of one sample, if the teacher tells it
+
+    def varies(self, column: Array) -> bool:
+        """Return whether samples may differ in shape, for example with the inputs' lengths.
+
+        Args:
+            column: an answer; a prototxt leaves out axes of open length, so it may show another.
+        """
+        return self.shape is None or -1 in self.shape or column.shape[1:] != self.shape
 
     def to_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "classes": self.classes}
@@ -180,6 +188,12 @@ class Labels:
 
     # --- decoding
 
+    def vary(self, columns: Sequence[Array], served: Sequence[ServedOutput]) -> bool:
+        """Return whether the labels of other samples may have another shape than these."""
+        if self.asks_encodings:  # teachers of edl tell exact shapes, and columns have others
+            return any(each.shape is None or -1 in each.shape for each in served)
+        return any(of.varies(column) for of, column in zip(served, columns, strict=True))
+
     def restore(
         self, columns: Sequence[Array], served: Sequence[ServedOutput]
     ) -> tuple[Array, ...]:
@@ -247,7 +261,7 @@ class Labels:
 def _served(tensor: TensorSpec | None) -> ServedOutput:
     if tensor is None:
         return ServedOutput(dtype="")
-    return ServedOutput(dtype=tensor.dtype, varies=-1 in tensor.shape)
+    return ServedOutput(dtype=tensor.dtype, shape=tensor.shape)
 
 
 def _spread(values: Any, indices: Any, fill: Any, of: ServedOutput) -> Array:

@@ -295,6 +295,53 @@ def test_labels_that_are_as_long_as_their_text_are_found_for_that_length_alone(
     assert teacher.samples < 2 * 4 * 3  # of the first length
 
 
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        pytest.param((), id="unknown"),
+        pytest.param((TensorSpec(name="total", dtype="float32", shape=(2,)),), id="of a prototxt"),
+    ],
+)
+def test_labels_per_position_of_a_teacher_that_does_not_say_so_have_the_length_of_their_text(
+    make: Make, tmp_path: Path, outputs: tuple[TensorSpec, ...]
+):
+    words = TensorSpec(name="image", dtype="float32", shape=(-1,))
+    spec = ModelSpec(name="serving", version="", inputs=(words,), outputs=outputs)
+    teacher = FakeTeacher(
+        "a:1", spec, lambda inputs: {"total": np.stack([inputs["image"]] * 2, axis=-1)}
+    )
+    reader = make(teacher).set_cache(tmp_path, teacher_version="v1")
+    for length, asked in ((4, 3), (8, 6), (4, 6)):
+        batch = np.ones((3, length), np.float32), np.arange(3), 0
+        ((*_, total),) = reader.set_batch_generator([batch])()
+        assert total.shape == (3, length, 2)
+        assert teacher.samples == asked
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        pytest.param([np.full((3, 4 + i % 2, 4), i, np.float32) for i in range(4)], id="size"),
+        pytest.param([np.full((3, 4, 4), i, f"f{4 + 4 * (i % 2)}") for i in range(4)], id="type"),
+    ],
+)
+def test_samples_of_another_size_or_type_than_the_first_are_asked_for_again(
+    make: Make, tmp_path: Path, samples: list[np.ndarray], caplog: pytest.LogCaptureFixture
+):
+    pixels = TensorSpec(name="image", dtype="float32", shape=(3, -1, -1))
+    spec = replace(V1, inputs=(pixels,), outputs=(replace(SPEC.outputs[1], shape=(1,)),))
+    teacher = FakeTeacher(
+        "a:1", spec, lambda inputs: {"total": inputs["image"].mean((1, 2, 3))[:, None]}
+    )
+    reader = make(teacher).set_cache(tmp_path)
+    reader.set_sample_list_generator([[(each, i, 0) for i, each in enumerate(samples)]])
+    for asked in (4, 6, 8):
+        (found,) = reader()
+        assert [total[0] for *_, total in found] == [0, 1, 2, 3]
+        assert teacher.samples == asked
+    assert caplog.text.count("samples of another size or type than the first are not kept") == 1
+
+
 def test_inputs_are_compared_in_all_kinds_of_generators_and_requests(make: Make, tmp_path: Path):
     """One row in 64 has a checksum: of 600, in any order and split, about nine."""
     teacher = FakeTeacher("a:1", V1)

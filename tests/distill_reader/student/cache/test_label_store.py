@@ -183,15 +183,17 @@ def test_a_header_of_another_release_is_refused_with_the_remedy(tmp_path: Path):
         open_store(tmp_path)
 
 
-def test_labels_of_varying_shape_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_labels_of_varying_shape_or_type_are_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     store = open_store(tmp_path)
     served = (ServedOutput(dtype="float32"),)
-    for length in (3, 4):
-        columns = [np.zeros((2, length), np.float32)]
-        inputs = Inputs(layout=(), check=lambda row: row)
-        store.add(make_keys([length, length + 10], None, 2), columns, served, inputs)
-    assert len(store) == 2
-    assert "labels of varying shape are not kept" in caplog.text
+    inputs = Inputs(layout=(), check=lambda row: row)
+    for number, (length, dtype) in enumerate(((3, "f4"), (4, "f4"), (3, "f8"), (3, "f4"))):
+        columns = [np.full((2, length), 1e30, dtype)]
+        store.add(make_keys([number, number + 10], None, 2), columns, served, inputs)
+    assert len(store) == 4  # the last ones fit again
+    assert caplog.text.count("labels of varying shape or type are not kept") == 1
 
 
 def test_a_full_cache_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -18,10 +18,15 @@ from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
 from distill_reader.student.batches.feed import Feed
-from distill_reader.student.batches.items import ItemFormat, ReaderItem
+from distill_reader.student.batches.items import (
+    Combine,
+    ItemFormat,
+    ReaderItem,
+    combined_answers,
+)
 from distill_reader.student.batches.label_index import make_keys
 from distill_reader.student.batches.meter import Meter
-from distill_reader.student.clients.client import Array, TeacherClient
+from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.pool.pace import Pace
 from distill_reader.student.pool.pool import PoolSettings, TeacherPool
 from distill_reader.student.source import TeacherSource
@@ -32,8 +37,6 @@ _GENERATOR_CLOSE_S = 5.0
 _TEACHERS_CLOSE_S = 1.0  # only a thread that connects to a silent host takes longer
 _POP_PART = 16  # the consumer takes up to this part of the memory bound at once
 _VERSION_POLL_S = 0.05  # while no teacher has told the version whose labels to look up
-
-Combine = Callable[[Sequence[Sequence[Array]]], tuple[Array, ...]]
 
 
 class SessionLock:
@@ -174,8 +177,7 @@ class ReaderSession:
                     yield item_format.without_predictions(item)
                     continue
                 if self._combine is not None and item.samples:
-                    outputs = self._combine([each.columns() for each in items])
-                    item.answers = [(0, item.samples, outputs, 0)]
+                    item.answers = combined_answers(items, self._combine)
                 yield item_format.result(item)
                 del items, item  # frees their arrays while the consumer's next ones are made
 

@@ -3,7 +3,7 @@
 Pure. Nothing is copied: rows are the user's arrays, and predictions are views of an answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,9 @@ from distill_reader.student.options import Padding
 
 # Type and shape of one sample of each sent field. Samples of one request have the same.
 Signature = tuple[tuple[Any, tuple[int, ...]], ...]
+# First sample in the item, number of samples, a request's outputs, first row there.
+Answer = tuple[int, int, tuple[Array, ...], int]
+Combine = Callable[[Sequence[Sequence[Array]]], tuple[Array, ...]]
 
 _ITEM_BYTES = 1024  # the memory of an item without its arrays
 
@@ -105,8 +108,7 @@ class ReaderItem:
         self.pieces: list[ItemPiece] = []  # until they are sent
         self.lengths: list[int] = []  # of the padded fields before: per sample, or of the batch
         self.keys: Keys | None = None  # of its samples in the cache; None: there is no cache
-        # (first sample in the item, number of samples, a request's outputs, first row there)
-        self.answers: list[tuple[int, int, tuple[Array, ...], int]] = []
+        self.answers: list[Answer] = []
         self.error: Exception | None = None  # raised instead of an answer; None: there is none
         self.charge_bytes = 0  # counted against the memory bound
         self.output_bytes = 0  # of one sample's predictions, as counted in `charge_bytes`
@@ -127,8 +129,22 @@ class ReaderItem:
         ]
         return clone
 
-    def columns(self) -> tuple[Array, ...]:
-        """Return the predictions of all samples. All must be answered."""
+    def rows(self, first: int, end: int) -> tuple[Array, ...]:
+        """Return the predictions of samples that one request has answered."""
+        start, _, outputs, begin = max(
+            [each for each in self.answers if each[0] <= first], key=_first
+        )
+        return tuple([output[begin + first - start : begin + end - start] for output in outputs])
+
+    def columns(self, names: Sequence[str] = ()) -> tuple[Array, ...]:
+        """Return the predictions of all samples. All must be answered.
+
+        Args:
+            names: of the predictions, for the message.
+
+        Raises:
+            BadRequest: requests were answered in different shapes.
+        """
         answers = self.answers
         if len(answers) == 1:
             _, samples, outputs, begin = answers[0]
@@ -138,12 +154,19 @@ class ReaderItem:
         answers.sort(key=_first)
         columns = zip(*[outputs for _, _, outputs, _ in answers], strict=True)
         spans = [(begin, begin + samples) for _, samples, _, begin in answers]
-        return tuple(
-            [
-                np.concatenate([part[a:b] for part, (a, b) in zip(column, spans, strict=True)])
-                for column in columns
-            ]
-        )
+        found = []
+        for number, column in enumerate(columns):
+            shapes = list(dict.fromkeys([part.shape[1:] for part in column]))
+            if len(shapes) > 1:
+                name = names[number] if number < len(names) else number
+                raise BadRequest(
+                    f"output {name}: samples of one batch "
+                    f"came in shapes {list(shapes[0])} and {list(shapes[1])}, as the model has it "
+                    "for each request: yield lists of samples (set_sample_list_generator)"
+                )
+            parts = [part[a:b] for part, (a, b) in zip(column, spans, strict=True)]
+            found.append(np.concatenate(parts))
+        return tuple(found)
 
 
 class ItemFormat(Protocol):
@@ -189,7 +212,7 @@ class _Fields:
             fields: the least number of fields of a tuple.
             predicts: number of predictions.
             padding: of fields that are sent; None: as they are.
-            outputs: the output of each prediction, if there is padding.
+            outputs: the output of each prediction, for padding and messages.
         """
         self._sent = sent
         self._positions = [position for position, _ in sent]
@@ -336,7 +359,7 @@ class BatchFormat(_Fields):
 
     def result(self, item: ReaderItem) -> Any:
         """See ItemFormat."""
-        columns = item.columns()
+        columns = item.columns(self._outputs)
         return item.fields + (self._cut_to(item.lengths[0], columns, 1) if self._cut else columns)
 
     def column(self, item: ReaderItem, position: int) -> Any:
@@ -441,7 +464,19 @@ class SampleListFormat(_Fields):
         return [fields + self._no_predictions for fields in item.fields]
 
 
-def _first(answer: tuple[int, int, tuple[Array, ...], int]) -> int:
+def combined_answers(items: Sequence[ReaderItem], combine: Combine) -> list[Answer]:
+    """Return one answer in place of those of several services to the same samples.
+
+    They are combined part by part, for samples of a list may differ in shape.
+    """
+    starts = sorted({first for item in items for first, *_ in item.answers})
+    return [
+        (first, end - first, combine([item.rows(first, end) for item in items]), 0)
+        for first, end in zip(starts, [*starts[1:], items[0].samples], strict=True)
+    ]
+
+
+def _first(answer: Answer) -> int:
     return answer[0]
 
 

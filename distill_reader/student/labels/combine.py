@@ -52,7 +52,8 @@ class Combination:
         total = np.zeros(first.shape, np.float64)
         for weight, array in zip(self.weights, arrays, strict=True):
             total += weight * array
-        mean: Array = (total / sum(self.weights)).astype(first.dtype)
+        dtype = np.result_type(*[array.dtype for array in arrays])  # none is narrowed
+        mean: Array = (total / sum(self.weights)).astype(dtype)
         return mean
 
 

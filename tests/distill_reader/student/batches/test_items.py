@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill_reader.errors import UsageError
+from distill_reader.errors import BadRequest, UsageError
 from distill_reader.student.batches.items import (
     BatchFormat,
     ItemFormat,
@@ -69,6 +69,14 @@ def test_each_kind_gets_its_predictions_in_its_own_form():
     first, second = answered(SAMPLES, SAMPLES.item([(7, IMAGE), (8, IMAGE)]), output)
     assert (first[0], second[0]) == (7, 8)
     assert (first[2].tolist(), second[2].tolist()) == ([0.5], [0.25])
+
+
+def test_parts_of_a_batch_whose_predictions_differ_in_shape_are_refused_by_name():
+    kind = BatchFormat(SENT, 2, 1, outputs=["score"])
+    item = kind.item((7, IMAGE))
+    item.answers = [(0, 1, (np.zeros((1, 3)),), 0), (1, 1, (np.zeros((1, 5)),), 0)]
+    with pytest.raises(BadRequest, match=r"output score: .*\[3\] and \[5\].*set_sample_list_gen"):
+        kind.result(item)
 
 
 def test_fields_without_a_name_pass_untouched_whatever_they_are():

@@ -13,6 +13,7 @@ import pytest
 from distill_reader import Discovered, DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.clients.client import Bounds
 from distill_reader.student.labels.combine import Combination
 from tests.distill_reader.student.fake_teachers import FakeTeacher
 from tests.support import wait_until
@@ -94,6 +95,36 @@ def test_predictions_larger_than_the_memory_bound_keep_no_service_waiting(make: 
     }
     reader = make(services).set_max_memory(1).set_batch_generator(lambda: batches(60))
     assert [index for _, index, _ in reader()] == list(range(60))
+
+
+def test_lists_of_texts_of_several_lengths_have_it_too(make: Make):
+    words = TensorSpec(name="image", dtype="int64", shape=(-1,))
+    score = TensorSpec(name="score", dtype="float32", shape=(-1, 2))
+    spec = replace(SPEC, inputs=(words,), outputs=(score,))
+
+    def compute(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"score": np.stack([inputs["image"]] * 2, axis=-1).astype(np.float32)}
+
+    one, other = (FakeTeacher(f"{name}:1", spec, compute) for name in "ab")
+    other.bounds = Bounds(most_samples=2)
+    reader = make({"one": [one], "other": [other]})
+    samples = [(np.full(length, index), index) for index, length in enumerate((3, 3, 3, 5, 3))]
+    (found,) = reader.set_sample_list_generator([samples])()
+    for words, index, score in found:
+        assert score.shape == (len(words), 2)
+        assert (score == index).all()
+
+
+def test_the_mean_of_two_types_is_of_the_wider_one(make: Make):
+    half = replace(SPEC, outputs=(TensorSpec(name="score", dtype="float16", shape=(1,)),))
+    single = replace(SPEC, outputs=(TensorSpec(name="score", dtype="float32", shape=(1,)),))
+    services = {
+        "half": [FakeTeacher("a:1", half, lambda i: {"score": i["image"][:, :1].astype("f2")})],
+        "single": [FakeTeacher("b:1", single, lambda i: {"score": i["image"][:, :1] * 1000})],
+    }
+    reader = make(services).set_batch_generator([(np.full((2, 2), 200, np.float32), 0)])
+    ((*_, score),) = reader()
+    np.testing.assert_array_equal(score, np.full((2, 1), 100_100, np.float32))
 
 
 def test_samples_and_lists_of_samples_have_it_too(make: Make):

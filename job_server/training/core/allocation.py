@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from job_server.api.text import counted
-from job_server.api.wire import PlanPod, RestoreFrom
+from job_server.api.wire import DesiredState, PlanPod, PodPhase, RestoreFrom
 from job_server.cluster.placement import (
     Site,
     deal_ports,
@@ -210,6 +210,24 @@ def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
     if source is None or job.done or (saved is not None and age(saved) >= age(source)):
         return None
     return source
+
+
+def unheard(job: Job) -> list[TrainingPod]:
+    """Return the pods that may hold the newest state though none was ever heard of: a node may be
+    cut off before its first report of a snapshot.
+    """
+    stage, saved = job.active, job.ending.saved
+    trained = stage.pod_ids if stage is not None and stage.committed else ()
+    is_saved = saved is not None and (stage is None or saved.stage >= stage.stage)
+    if is_saved or job.done or not job.elastic:
+        return []
+    return [
+        pod
+        for pod in job.pods
+        if not pod.released
+        and pod.phase not in (None, PodPhase.EXITED)  # then its client says what it holds
+        and (pod.pod_id in trained or pod.desired is DesiredState.HOLD)
+    ]
 
 
 def newest_in_memory(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:

@@ -10,9 +10,7 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import (
-    DesiredState,
     Order,
-    PodPhase,
     PodStagePhase,
     RestoreFrom,
     Save,
@@ -23,7 +21,7 @@ from job_server.api.wire import (
 from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
-from job_server.training.core.allocation import newest_in_memory, unsaved
+from job_server.training.core.allocation import newest_in_memory, unheard, unsaved
 from job_server.training.core.job import (
     GONE,
     TERMINATED,
@@ -379,7 +377,7 @@ def _after_end(work: Work) -> None:
         if _writable(work) is not None:
             _to(work, HaltPhase.SAVE)
             return
-        if (unheard := _unheard(work)) and _keeps(work, unheard):
+        if (holders := unheard(work.job)) and _keeps(work, holders):
             return
         if (left := unsaved(work.job)) is not None:
             work.note(
@@ -391,30 +389,11 @@ def _after_end(work: Work) -> None:
         work.release(pod.pod_id)
 
 
-def _unheard(work: Work) -> list[TrainingPod]:
-    """Return the pods that may hold the newest state though none was ever heard of: a node may be
-    cut off before its first report of a snapshot.
-    """
-    job = work.job
-    stage, saved = job.active, job.ending.saved
-    trained = stage.pod_ids if stage is not None and stage.committed else ()
-    is_saved = saved is not None and (stage is None or saved.stage >= stage.stage)
-    if is_saved or job.done or not job.elastic:
-        return []
-    return [
-        pod
-        for pod in job.pods
-        if not pod.released
-        and pod.phase not in (None, PodPhase.EXITED)  # then its client says what it holds
-        and (pod.pod_id in trained or pod.desired is DesiredState.HOLD)
-    ]
-
-
-def _keeps(work: Work, unheard: list[TrainingPod]) -> bool:
+def _keeps(work: Work, holders: list[TrainingPod]) -> bool:
     """Wait until clients say what these pods hold; return whether the job waits, or goes on."""
     job, held = work.job, work.job.halt
     assert held is not None
-    silent = [pod for pod in unheard if work.now >= client_silent_at(job, pod, work.cluster)]
+    silent = [pod for pod in holders if work.now >= client_silent_at(job, pod, work.cluster)]
     names = ", ".join(sorted({pod.site.node_id for pod in silent}))
     why = f"the newest state may be on {names}, which cannot be reached"
     if silent and _goes_on(job):
@@ -423,12 +402,12 @@ def _keeps(work: Work, unheard: list[TrainingPod]) -> bool:
     since = work.now if held.kept_since is None else held.kept_since
     keep_s = job.spec.keep_failed_s
     if work.now >= since + keep_s:
-        nodes = ", ".join(sorted({pod.site.node_id for pod in unheard}))
+        nodes = ", ".join(sorted({pod.site.node_id for pod in holders}))
         work.note(f"{nodes} did not say within {duration(keep_s)} what the pods hold")
         return False
     for pod in job.pods:
         if not pod.leaving:
-            let_go(work, pod.pod_id, holds=pod in unheard or None)
+            let_go(work, pod.pod_id, holds=pod in holders or None)
     if silent and not held.why_not:
         work.note(
             f"{why}; waiting for {duration(keep_s)} at most; "

@@ -14,7 +14,7 @@ from job_server.cluster.placement import find_node, slots_to_leave
 from job_server.jobs.events import Allotted
 from job_server.jobs.work import Goal
 from job_server.training.core.accounting import CLOCK_RUNS
-from job_server.training.core.allocation import find_sites_on, make_pods, unsaved
+from job_server.training.core.allocation import find_sites_on, make_pods, unheard, unsaved
 from job_server.training.core.changes import check_resize, choose_way, may_change
 from job_server.training.core.job import Job, TrainingPod
 from job_server.training.core.moves import abandon, begin, dismiss_standby
@@ -22,6 +22,7 @@ from job_server.training.core.work import Work, is_silent
 
 PATIENCE_S = 60.0  # how long a start or a growth waits for all that was allotted
 REFUSED_S = 600.0  # a job that could not be stopped is not asked again sooner
+CALM_S = 5.0  # ... nor before this, whatever it may lose: rules that disagree do not spin
 
 
 def allot(work: Work, event: Allotted) -> None:
@@ -200,14 +201,20 @@ def _stay(work: Work, reason: str) -> None:
 def is_refused(job: Job, now: float) -> bool:
     """Whether the job could not be stopped just now, and would still lose steps by it."""
     since = job.share.refused_at
-    return since > 0 and now < since + REFUSED_S and _may_lose(job)
+    if since <= 0 or now >= since + REFUSED_S:
+        return False
+    return now < since + CALM_S or _may_lose(job)
 
 
 def _may_lose(job: Job) -> bool:
-    """Whether it trains, or only memory holds its newest state."""
+    """Whether it trains, or its newest state is, or may be, in memory only.
+
+    It holds for each reason for which a halt is called off: otherwise the job would be told to give
+    way again at once.
+    """
     stage = job.active
     trains = stage is not None and stage.committed and stage.over is None
-    return trains or unsaved(job) is not None
+    return trains or unsaved(job) is not None or bool(unheard(job))
 
 
 def limit_pods(work: Work, pods: int) -> None:

@@ -17,6 +17,7 @@ from job_server.api.errors import BadRequest, Conflict, NotFound
 from job_server.api.wire import JobState, JobStatus, Resize
 from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.sharing import decide
+from job_server.training.rules import share
 from tests.job_server.stories import Story, Submission
 
 LONG = 4000  # steps
@@ -165,6 +166,59 @@ def test_a_job_that_is_to_leave_its_node_and_cannot_be_written_is_left_alone_for
     assert len(refusals) == 1
     assert cluster.sizes()["stays"] >= 1
     no_step_is_lost(cluster, "stays")
+
+
+def _has_no_memory(cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.job("low").memory = False
+    cluster.run(20)
+
+
+def _takes_long_to_its_first_step(cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.job("low"), "train", lambda: None)
+    cluster.run(5)
+
+
+def _has_just_resumed(cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.run(20)
+    cluster.service.ask("low", PauseAsked())
+    cluster.run(10)
+    assert cluster.status("low").state is JobState.PAUSED
+    cluster.service.ask("low", ResumeAsked())
+    _takes_long_to_its_first_step(cluster, monkeypatch)
+
+
+@pytest.mark.parametrize("why", ["another comes first", "its other nodes are taken"])
+@pytest.mark.parametrize(
+    "prepare", [_has_no_memory, _takes_long_to_its_first_step, _has_just_resumed]
+)
+def test_a_job_that_a_lost_node_may_hold_the_state_of_is_told_once_to_give_way(
+    cluster, monkeypatch, prepare, why
+):
+    cluster.add("low", 2, 4)
+    prepare(cluster, monkeypatch)
+    cluster.machines["a"].link = False
+    if why == "another comes first":
+        cluster.add("high", 2, 3, priority=1)
+    else:
+        cluster.service.limit_node("b", wire.NodeLimit(slots=0, also=("c",)))
+    cluster.run(20)
+    texts = [text for text in cluster.events("low") if "not stopped: the newest state" in text]
+    assert len(texts) == 1
+    assert "may be on a, which cannot be reached" in texts[0]
+    before = cluster.job("low").entry.events.value
+    cluster.run(40)
+    assert cluster.job("low").entry.events.value < before + 5
+
+
+def test_rules_that_disagree_on_what_a_job_may_lose_do_not_spin(cluster, monkeypatch):
+    monkeypatch.setattr(share, "_may_lose", lambda job: False)
+    cluster.add("low", 2, 4)
+    _has_no_memory(cluster, monkeypatch)
+    cluster.machines["a"].link = False
+    cluster.add("high", 2, 3, priority=1)
+    cluster.run(20)
+    texts = [text for text in cluster.events("low") if "not stopped" in text]
+    assert 2 <= len(texts) <= 1 + 20 / share.CALM_S
 
 
 def test_a_job_whose_clients_write_no_states_is_not_stopped(cluster):

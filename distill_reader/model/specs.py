@@ -83,6 +83,7 @@ class ModelSpec:
     outputs: tuple[TensorSpec, ...]
     takes_encodings: bool = False  # whether outputs can be encoded (output_encodings.py)
     digest: str = ""  # of the model's files, by which clients compare versions; "": unknown
+    is_exact: bool = True  # False: of a client prototxt, which leaves out axes of open length
 
     def input(self, name: str) -> TensorSpec:
         """Return the input of this name or variable name.

@@ -94,6 +94,7 @@ class ModelConfig:
             name=name,
             inputs=tuple(map(_tensor_spec, self.feeds)),
             outputs=tuple(map(_tensor_spec, self.fetches)),
+            is_exact=False,
         )
 
 

@@ -5,6 +5,7 @@ arrays are sent as they are.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherFailed, TeacherGone
@@ -93,8 +94,8 @@ class ServingHttpClient:
         request, wanted = self._codec.encode(feeds, fetch)
         answer = self._post(request, timeout_s)
         if answer.status != 200:
-            self._connection.refuse(answer)
-        content_type = answer.headers.get("content-type", "").partition(";")[0].strip()
+            self._connection.refuse(_readable(answer))
+        content_type = _content_type(answer)
         if content_type != _PROTO:
             raise TeacherGone(f"{self.endpoint}: its answer is {content_type!r}, not {_PROTO}")
         return self._codec.decode(answer.body, wanted)
@@ -106,6 +107,21 @@ class ServingHttpClient:
     def _post(self, body: bytes, timeout_s: float) -> HttpAnswer:
         headers = {"Content-Type": _PROTO}
         return self._connection.request("POST", _PATH, [body], headers, timeout_s=timeout_s)
+
+
+def _content_type(answer: HttpAnswer) -> str:
+    return answer.headers.get("content-type", "").partition(";")[0].strip()
+
+
+def _readable(answer: HttpAnswer) -> HttpAnswer:
+    """Return an error with the text alone, where it comes as a Response of protobuf."""
+    if _content_type(answer) != _PROTO:
+        return answer
+    try:
+        text = serving_messages.decode_response(answer.body).err_msg
+    except BadRequest:
+        return answer
+    return replace(answer, body=memoryview(text.encode())) if text else answer
 
 
 class ServingGrpcClient:

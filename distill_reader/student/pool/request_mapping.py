@@ -196,7 +196,9 @@ class RequestMapping:
             )
         wanted = tensor.accepted("uint8") if is_pixels else None
         wanted = wanted or InputEncoding(dtype=tensor.dtype, shape=tensor.shape)
-        return _conversion(np.dtype(wanted.dtype), wanted.shape, dtype, shape)
+        # Without any axis, an axis of open length was left out: (1,) is a text of one token.
+        is_open = not wanted.shape and not self.spec.is_exact
+        return _conversion(np.dtype(wanted.dtype), shape if is_open else wanted.shape, dtype, shape)
 
 
 def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:

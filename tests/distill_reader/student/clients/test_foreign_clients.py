@@ -323,6 +323,16 @@ def test_a_failure_that_paddle_serving_tells_within_an_answer_is_one(run):
     client.close()
 
 
+def test_a_refusal_as_protobuf_is_shown_by_its_text(run):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        return 400, {"Content-Type": "application/proto"}, b"\x28\x05\x32\x03odd"
+
+    client = connect(f"serving://{run(HttpTeacher(answer)).endpoint}")
+    with pytest.raises(BadRequest, match=r"HTTP 400: odd$"):
+        client.predict(feeds(3), ["total"], timeout_s=30)
+    client.close()
+
+
 def test_an_answer_of_another_type_is_refused(run):
     client = connect(f"serving://{run(HttpTeacher(lambda *_: (200, {}, b'hello'))).endpoint}")
     with pytest.raises(TeacherGone, match="not application/proto"):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,15 @@ def test_flat_samples_get_the_models_shape():
     (array,) = fed(mapping(), np.arange(8, dtype=np.float32).reshape(2, 4))["image"]
     assert array.shape == (2, 1, 2, 2)
     assert array.ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("is_exact", "shape"), [(False, (2, 1)), (True, (2,))])
+def test_a_text_of_one_token_keeps_its_axis_where_a_prototxt_has_left_it_out(is_exact, shape):
+    ids = TensorSpec(name="image", dtype="int64", shape=())
+    spec = replace(SPEC, inputs=(ids,), is_exact=is_exact)
+    (array,) = fed(mapping(spec), np.ones((2, 1), np.int32))["image"]
+    assert array.shape == shape
+    assert array.dtype == np.int64
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "uint8", "int8", "bool"])

@@ -1,7 +1,8 @@
 """Convert between numpy arrays and tensors of the protocols: row-major, little-endian bytes."""
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 Rows = Array | Sequence[Array]  # one tensor, or arrays whose rows one after the other are one
 
 MAX_AXES = 32
+_LOOKED_AT = 8  # values of a list, to tell its memory
 
 OIP_TO_NUMPY = {
     "BOOL": "bool",
@@ -172,15 +174,20 @@ def array_of(tensor: Any) -> Array:
     return np.asarray(cast().numpy())
 
 
-def memory_of(value: Any) -> int:
-    """Return about how many bytes an array, a tensor, or a list of some has; 0: something else."""
+def memory_of(value: Any, deep: int = 4) -> int:
+    """Return about how many bytes an array, a tensor, or a list or mapping of some has.
+
+    Of something else, what Python says: an object may refer to what is not its own.
+    """
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size  # of numpy or PyTorch
     if hasattr(value, "element_size"):
         return int(value.size) * int(value.element_size())  # of Paddle
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, list | tuple) and value:
-        return len(value) * memory_of(value[0])  # looking at each would take time
-    return 0
+    own = sys.getsizeof(value, 0)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple) and value and deep:
+        some = value[:: -(-len(value) // _LOOKED_AT)]  # looking at each would take time
+        return own + len(value) * sum([memory_of(each, deep - 1) for each in some]) // len(some)
+    return own

@@ -1,3 +1,4 @@
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,22 @@ def test_without_a_teacher_predictions_are_none():
 
 
 def test_arrays_that_are_not_sent_count_as_memory():
-    small, large = BATCH.item((0, IMAGE)), BATCH.item((np.zeros(1000), IMAGE))
-    assert large.charge_bytes - small.charge_bytes == 8000
+    least = BATCH.item((0, IMAGE)).charge_bytes
+    large = np.zeros(1_000_000)  # 8 MB
+    for field, megabytes in (
+        (large, 8),
+        ([large] * 3, 24),
+        ({"mask": large, "boxes": [[], large[:500_000]]}, 12),
+        (UserDict(ids=large), 8),
+        ([np.zeros(0), large], 8),
+        (bytes(1_000_000), 1),
+        ([1.5] * 1_000_000, 32),
+    ):
+        more = BATCH.item((field, IMAGE)).charge_bytes - least
+        assert more == pytest.approx(megabytes * 1_000_000, rel=0.01)
+    endless: list[Any] = []
+    endless.append(endless)
+    assert BATCH.item((endless, IMAGE)).charge_bytes < least + 1000
 
 
 @pytest.mark.parametrize(
@@ -131,6 +146,7 @@ def test_arrays_that_are_not_sent_count_as_memory():
         (BATCH, (7, np.zeros((0, 3))), "a batch without samples"),
         (BATCH, (7, [[1, 2], [3]]), "field image: "),
         (SAMPLES, IMAGE, "expected a list of tuples, got ndarray"),
+        (BATCH, (7, np.ma.masked_less(IMAGE, 3)), "field image: is a masked array"),
         (SAMPLES, [7], "expected a tuple of fields, got int"),
         (SAMPLE, [IMAGE], "expected 2 fields as in `ins`, got 1"),
     ],

@@ -254,6 +254,11 @@ class _Fields:
         """
         position, name = self._sent[index]
         value = given[position]
+        if isinstance(value, np.ma.MaskedArray):
+            raise UsageError(
+                f"field {name}: is a masked array, and its mask would be lost: yield "
+                "`array.filled(...)`, and the mask as a field of its own"
+            )
         is_tensor = hasattr(value, "numpy")
         try:
             array = array_of(value) if is_tensor else np.asarray(value)
@@ -290,8 +295,8 @@ class _Fields:
             shape = list(array.shape)
             shape[axis] = padding.length(lengths[0])
             if shape[axis] != lengths[0]:
-                if array.dtype.kind != "f" and np.asarray(value).astype(array.dtype) != value:
-                    raise UsageError(f"padding: {name} is {array.dtype}, which has no {value}")
+                if not _has(array.dtype, value):
+                    raise UsageError(f"padding: {name} is {array.dtype}, which has no {value:g}")
                 longer = np.full(shape, value, array.dtype)
                 longer[(slice(None),) * axis + (slice(lengths[0]),)] = array
                 arrays[index] = longer
@@ -474,6 +479,13 @@ def combined_answers(items: Sequence[ReaderItem], combine: Combine) -> list[Answ
         (first, end - first, combine([item.rows(first, end) for item in items]), 0)
         for first, end in zip(starts, [*starts[1:], items[0].samples], strict=True)
     ]
+
+
+def _has(dtype: np.dtype[Any], value: float) -> bool:
+    """Return whether a type has a value; floats have all within their range, about."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = np.asarray(value).astype(dtype)
+    return bool(np.isinf(cast) == np.isinf(value) if dtype.kind == "f" else cast == value)
 
 
 def _first(answer: Answer) -> int:

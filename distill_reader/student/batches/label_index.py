@@ -106,6 +106,8 @@ def make_keys(ids: Any, variants: Any, samples: int) -> Keys:
     Raises:
         UsageError: they have another type, or are not one per sample.
     """
+    if not samples:
+        return np.empty((0, 2), np.uint64)  # numpy makes floats of an empty list
     found_ids = _column("id", ids, samples)
     variants = 0 if variants is None else variants
     found_variants = _column("variant", variants, samples, may_repeat=True)

@@ -211,6 +211,11 @@ def test_padded_lists_and_batches_come_back_as_long_as_they_were(make):
     [
         ({"fields": "ids", "value": 0.5}, [sentence(1)], "ids is int64, which has no 0.5"),
         (
+            {"fields": {"ids": 0, "mask": -1e9}},
+            [(np.zeros(3, np.int64), np.zeros(3, np.float16))],
+            "mask is float16, which has no -1e[+]09",
+        ),
+        (
             {"fields": {"ids": 0, "mask": 0}},
             [(np.zeros(3, np.int64), np.zeros(4, np.float32))],
             "ids and mask: .* equally long, got 3 and 4",

@@ -64,6 +64,10 @@ def test_ids_are_integers_or_texts_of_any_kind():
     assert len(np.unique(np.concatenate([texts, expected]), axis=0)) == 6
 
 
+def test_without_samples_there_are_no_keys():
+    assert make_keys([], None, 0).shape == make_keys([], [], 0).shape == (0, 2)
+
+
 def test_a_variant_is_one_for_all_or_one_per_sample():
     one = make_keys(np.arange(3), 7, 3)
     np.testing.assert_array_equal(make_keys(np.arange(3), np.full(3, 7), 3), one)

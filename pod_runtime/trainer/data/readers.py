@@ -16,7 +16,13 @@ import numpy as np
 
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.stream_reading import KeyedStream, StreamFetcher
-from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
+from pod_runtime.trainer.data.streams import (
+    BatchMaker,
+    Keyed,
+    KeyedCollate,
+    KeyedDataset,
+    SampleFetcher,
+)
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
     carrying_options,
@@ -183,11 +189,18 @@ class InlineReader:
         else:
             self._fetcher = SampleFetcher(source.dataset, data, order.run.seed, is_ahead=is_ahead)
         self._order = order
-        self._collate = source.collate or data.collate
+        self._collate = data.collate
+        self._maker: BatchMaker | None = None  # None: the framework's own collates, and draws not
+        if source.collate is not None:
+            self._maker = BatchMaker(source.collate, data, order.run.seed, is_ahead=is_ahead)
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
         ids = self._order.ids(shard_range).tolist()
-        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids))
+        samples = self._fetcher.fetch(shard_range.epoch, ids)
+        if self._maker is None:
+            batch = self._collate(samples)
+        else:
+            batch = self._maker.make(shard_range.epoch, ids, samples)
         return ShardBatch(*shard_range.key, batch, self._order.drawn(shard_range))
 
     def close(self) -> None:
@@ -289,11 +302,15 @@ def loader_items(
             ids = order.ids(shard_range).tolist()
             yield [(shard_range.epoch, sample_id) for sample_id in ids]
 
-    keyed = KeyedStream if source.is_stream else KeyedDataset
+    kind: type[KeyedStream | KeyedDataset] = KeyedStream if source.is_stream else KeyedDataset
+    keyed: Keyed = kind(source.dataset, data, order.run.seed)
+    collate = data.collate
+    if source.collate is not None:
+        collate = KeyedCollate(source.collate, data, order.run.seed, keyed)
     loader = data.loader(
-        keyed(source.dataset, data, order.run.seed),
+        keyed,
         batches(),
-        collate=CarryingCollate(source.collate or data.collate),
+        collate=CarryingCollate(collate),
         options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
         on_host=on_host,
     )

@@ -47,9 +47,10 @@ class KeyedStream:
 
     def __init__(self, dataset: Any, streams: StreamStreams, seed: int) -> None:
         self._samples = _Samples(dataset, streams, seed)
+        self.newest = (0, 0)  # index that was read
 
     def __getitem__(self, index: tuple[int, int]) -> Any:
-        epoch, position = index
+        epoch, position = self.newest = index
         return read_or_fail(lambda: self._samples.at(epoch, position))
 
     def __len__(self) -> int:

@@ -1,15 +1,16 @@
 """Give samples and shards random numbers of their own, whichever process draws them.
 
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
-`dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
-dropout depend neither on the number of trainers nor on how often one was replaced. Nor does what
-the script draws in a step before or after its shards, and an optimizer in its update: these are
-seeded by (seed, epoch, step). A sampler's and a stream's are seeded by (seed, epoch).
+`dataset[i]`, by (seed, epoch, last sample) around a batch's `collate_fn`, and by (seed, epoch,
+step, shard) before a shard's forward pass. So augmentation and dropout depend neither on the number
+of trainers nor on how often one was replaced. Nor does what the script draws in a step before or
+after its shards, and an optimizer in its update: these are seeded by (seed, epoch, step). A
+sampler's and a stream's are seeded by (seed, epoch).
 """
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ _OF_SHARD = 2
 _OF_ORDER = 3
 _OF_STREAM = 4
 _OF_STEP = 5
+_OF_BATCH = 6
 _PROBE = 20
 _WATCHED = 16  # first shards of a process, and one of so many later
 
@@ -46,6 +48,11 @@ class FrameworkStreams(Protocol):
 def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int) -> None:
     """Give sample `sample_id` of `epoch` its own streams."""
     _seed(streams, stream_key(_OF_SAMPLE, seed, epoch, sample_id))
+
+
+def seed_batch(streams: FrameworkStreams, seed: int, epoch: int, last_id: int) -> None:
+    """Give a batch's `collate_fn` its own streams, by the last of its samples."""
+    _seed(streams, stream_key(_OF_BATCH, seed, epoch, last_id))
 
 
 def seed_shard(
@@ -114,66 +121,115 @@ class NumbersOfItsOwn:
         self._others = None
 
 
-class SampleFetcher:
-    """Reads samples of a map-style dataset in this process.
+class Watch:
+    """Says which shards are watched for random numbers that are drawn in them.
 
-    Seeding costs more than reading a small sample, so it is done only for datasets that draw. A
-    dataset is known to draw after the first watched shard in which it does; that shard is read
-    again. Watched are the first shards, the first of an epoch, and of the others every so many.
+    The first ones, the first of an epoch, and of the others every so many.
     """
 
-    def __init__(
-        self, dataset: Any, streams: FrameworkStreams, seed: int, *, is_ahead: bool = False
-    ) -> None:
+    def __init__(self, *, is_ahead: bool = False) -> None:
         """
         Args:
             is_ahead: read in a thread, ahead of a training that draws from the same streams once
                 it has the first shard. So only the first shard is watched.
         """
+        self._is_ahead = is_ahead
+        self._epoch, self._seen = -1, 0  # the newest; shards so far
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether the next shard is watched, which is of `epoch`. Call it once for each."""
+        is_first = epoch != self._epoch or self._seen < _WATCHED
+        is_watched = not self._seen if self._is_ahead else is_first or self._seen % _WATCHED == 0
+        self._epoch, self._seen = epoch, self._seen + 1
+        return is_watched
+
+    def warn_of_thread(self) -> None:
+        """Something draws: say what that means where it is done in a thread."""
+        if self._is_ahead:
+            logger.warning(
+                "it does so in a thread while the training runs, whose own draws (dropout) are "
+                "therefore not the same in every run"
+            )
+
+
+class SampleFetcher:
+    """Reads samples of a map-style dataset in this process.
+
+    Seeding costs more than reading a small sample, so it is done only for datasets that draw. A
+    dataset is known to draw after the first watched shard in which it does; that shard is read
+    again.
+    """
+
+    def __init__(
+        self, dataset: Any, streams: FrameworkStreams, seed: int, *, is_ahead: bool = False
+    ) -> None:
+        """`is_ahead`: see `Watch`."""
         self._dataset = dataset
         self._streams = streams
         self._seed = seed
         self._draws = False  # the dataset has drawn random numbers
-        self._is_ahead = is_ahead
-        self._epoch, self._fetched = -1, 0  # the newest; shards so far
+        self._watch = Watch(is_ahead=is_ahead)
         self._untouched = self._probe()
 
     def fetch(self, epoch: int, ids: Sequence[int]) -> Any:
         """Return the samples of `ids`, in order: a list, or what the dataset gives for many."""
-        dataset, is_watched = self._dataset, self._is_watched(epoch)
-        self._epoch, self._fetched = epoch, self._fetched + 1
+        dataset, is_watched = self._dataset, self._watch.is_due(epoch)
         if not (is_watched or self._draws):
             return read_samples(dataset, ids)
         if not self._draws:
             _seed(self._streams, _PROBE)
             samples = read_samples(dataset, ids)
-            if self._next() == self._untouched:
+            if _next(self._streams) == self._untouched:
                 return samples
             self._draws = True
             logger.info("the dataset draws random numbers: streams are keyed by sample from now on")
-            if self._is_ahead:
-                logger.warning(
-                    "it does so in a thread while the training runs, whose own draws (dropout) "
-                    "are therefore not the same in every run"
-                )
+            self._watch.warn_of_thread()
         samples = []
         for sample_id in ids:
             seed_sample(self._streams, self._seed, epoch, sample_id)
             samples.append(dataset[sample_id])
         return samples
 
-    def _is_watched(self, epoch: int) -> bool:
-        if self._is_ahead:
-            return self._fetched == 0
-        is_first = epoch != self._epoch or self._fetched < _WATCHED
-        return is_first or self._fetched % _WATCHED == 0
-
     def _probe(self) -> tuple[float, float, Any]:
         _seed(self._streams, _PROBE)
-        return self._next()
+        return _next(self._streams)
 
-    def _next(self) -> tuple[float, float, Any]:
-        return random.random(), float(np.random.random_sample()), self._streams.probe()
+
+class BatchMaker:
+    """Collates samples in this process: where that draws, with streams of the batch's own.
+
+    A function is known to draw after the first watched batch in which it does.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[Any], Any],
+        streams: FrameworkStreams,
+        seed: int,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """`is_ahead`: see `Watch`."""
+        self._collate = collate
+        self._streams = streams
+        self._seed = seed
+        self._draws = False  # the function has drawn random numbers
+        self._watch = Watch(is_ahead=is_ahead)
+
+    def make(self, epoch: int, ids: Sequence[int], samples: Any) -> Any:
+        """Return the batch of these samples, whose ids are `ids`."""
+        is_watched = self._watch.is_due(epoch) and not self._draws
+        if is_watched:
+            seed_batch(self._streams, self._seed, epoch, ids[-1])
+            untouched = _next(self._streams)
+        if is_watched or self._draws:
+            seed_batch(self._streams, self._seed, epoch, ids[-1])
+        batch = self._collate(samples)
+        if is_watched and _next(self._streams) != untouched:
+            self._draws = True
+            logger.info("collate_fn draws random numbers: streams are keyed by batch from now on")
+            self._watch.warn_of_thread()
+        return batch
 
 
 class KeyedDataset:
@@ -186,14 +242,48 @@ class KeyedDataset:
         self._dataset = dataset
         self._streams = streams
         self._seed = seed
+        self.newest = (0, 0)  # index that was read
 
     def __getitem__(self, index: tuple[int, int]) -> Any:
-        epoch, sample_id = index
+        epoch, sample_id = self.newest = index
         seed_sample(self._streams, self._seed, epoch, sample_id)
         return read_or_fail(lambda: self._dataset[sample_id])
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+class Keyed(Protocol):
+    """What a loader's workers read, with streams of its own."""
+
+    newest: tuple[int, int]  # epoch and id of what it has read last
+
+    def __getitem__(self, index: tuple[int, int]) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class KeyedCollate:
+    """Wraps a loader's `collate_fn` for its workers: it has streams of the batch's own."""
+
+    def __init__(
+        self, collate: Callable[[Any], Any], streams: FrameworkStreams, seed: int, keyed: Keyed
+    ) -> None:
+        """`keyed`: what the same loader reads."""
+        self._collate = collate
+        self._streams = streams
+        self._seed = seed
+        self._keyed = keyed
+
+    def __call__(self, samples: Any) -> Any:
+        with borrowed_numbers(self._streams):  # a stream goes on with its own
+            seed_batch(self._streams, self._seed, *self._keyed.newest)
+            return self._collate(samples)
+
+
+def _next(streams: FrameworkStreams) -> tuple[float, float, Any]:
+    """Return what is the same after the same seed, unless something was drawn since."""
+    return random.random(), float(np.random.random_sample()), streams.probe()
 
 
 def _seed(streams: FrameworkStreams, key: int) -> None:

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,14 @@ from pod_runtime.trainer.data.readers import (
     ThreadReader,
     factory_items,
 )
-from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher, seed_shard
+from pod_runtime.trainer.data.stream_reading import KeyedStream
+from pod_runtime.trainer.data.streams import (
+    BatchMaker,
+    KeyedCollate,
+    KeyedDataset,
+    SampleFetcher,
+    seed_shard,
+)
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.progress.ledger import RunInfo
@@ -27,7 +34,7 @@ class Drawing:
     """Samples that draw from the generator of one's choice, where `when` says so."""
 
     def __init__(self, streams: Streams, kind: str) -> None:
-        self.draws = {
+        self.draws: dict[str, Callable[[], float]] = {
             "random": lambda: random.random(),
             "numpy": lambda: float(np.random.random_sample()),
             "framework": lambda: float(streams.draw()),
@@ -129,6 +136,61 @@ def test_a_dataset_that_draws_late_is_keyed_from_the_next_watched_shard_on():
     for _ in range(12):  # shards 21 to 32
         fetcher.fetch(0, [3])
     assert fetcher.fetch(0, [6]) == SampleFetcher(data, streams, seed=5).fetch(0, [6])
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "framework"])
+def test_what_a_collate_function_draws_depends_on_epoch_and_batch_alone(kind):
+    """As a mixing rate, or masks of words."""
+    streams = Streams()
+    draw = Drawing(streams, kind).draws[kind]
+
+    def mix(samples: list[Any]) -> Any:
+        return samples, draw()
+
+    maker = BatchMaker(mix, streams, seed=5)
+    drawn = {}
+    for key in [(0, 3), (0, 6), (1, 3), (1, 6)]:
+        seed_shard(streams, 5, 0, 0, 0)  # whatever was drawn before
+        drawn[key] = maker.make(key[0], [2, key[1]], ["a", "b"])[1]
+    assert len(set(drawn.values())) == 4
+    seed_shard(streams, 5, 0, 9, 9)
+    assert BatchMaker(mix, streams, seed=5).make(1, [2, 3], []) == ([], drawn[(1, 3)])
+    keyed = KeyedDataset(list(range(10)), streams, seed=5)
+    collate = KeyedCollate(mix, streams, 5, keyed)
+    assert collate([keyed[(1, 2)], keyed[(1, 3)]]) == ([2, 3], drawn[(1, 3)])
+
+
+def test_a_collate_function_that_draws_nothing_is_called_once_and_not_seeded_for():
+    streams = Streams()
+    calls: list[int] = []
+    maker = BatchMaker(calls.append, streams, seed=5)
+    for at in range(18):
+        maker.make(0, [at], at)
+    assert calls == list(range(18))
+    seed_shard(streams, 5, 0, 0, 0)
+    drawn = streams.draw()
+    seed_shard(streams, 5, 0, 0, 0)
+    maker.make(0, [18], 18)
+    assert streams.draw() == drawn
+
+
+def test_what_a_collate_function_draws_leaves_a_stream_its_own_numbers():
+    streams = Streams()
+
+    def numbers() -> Iterator[float]:
+        while True:
+            yield random.random()
+
+    class Endless:
+        def __iter__(self) -> Iterator[float]:
+            return numbers()
+
+    alone, mixed = (KeyedStream(Endless(), streams, seed=5) for _ in range(2))
+    collate = KeyedCollate(lambda samples: (samples, random.random()), streams, 5, mixed)
+    expected = [alone[(0, at)] for at in range(3)]
+    (one, first), (two, second) = (collate([mixed[(0, 0)]]), collate([mixed[(0, 2)]]))
+    assert (*one, *two) == (expected[0], expected[2])
+    assert first != second
 
 
 def test_shards_have_streams_of_their_own():

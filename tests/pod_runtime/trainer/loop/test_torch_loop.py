@@ -152,6 +152,45 @@ def test_workers_read_the_same_and_draw_the_same():
     assert torch.equal(weights, by_workers)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_collate_function_draws_the_same_wherever_it_is_called(is_stream: bool):
+    """Mixing rates, which no two batches have in common."""
+
+    def mix(samples: list[Any]) -> Any:
+        return torch.stack([torch.as_tensor(each[0]) for each in samples]), torch.rand(())
+
+    def rates(workers: int) -> list[float]:
+        model = nn.Linear(1, 1)
+        data = [([float(at)], at) for at in range(8)]
+        loader = DataLoader(
+            Endless() if is_stream else data, batch_size=4, num_workers=workers, collate_fn=mix
+        )
+        loop = elastic.Loop(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader, epochs=2, shards=2,
+            steps_per_epoch=2 if is_stream else None,
+        )  # fmt: skip
+        drawn = []
+        for epoch in loop.epochs():
+            for step in epoch:
+                for inputs, rate in step:
+                    drawn.append(rate.item())
+                    step.backward(model(inputs).mean())
+                step.update()
+        return drawn
+
+    alone = rates(0)
+    assert len(set(alone)) == 2 * 2 * 2
+    assert rates(2) == alone
+
+
+class Endless(IterableDataset):
+    """Draws from the same generator as the collate function."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.rand(1), 0
+
+
 class Graded(Dataset):
     """Whose script sets how hard its samples are."""
 

@@ -43,7 +43,7 @@ class DynamicTeachers:
         student = self._student
         if student is None or student.key != (servers, service):
             if student is not None:
-                student.stop()
+                student.retire()
             make = partial(
                 StudentClient,
                 addresses,
@@ -95,6 +95,7 @@ class _DiscoveryStudent:
         self._client: StudentClient | None = None  # None: it is not a student now
         self._held: Sequence[str] = ()
         self._timer: threading.Timer | None = None  # None: it is in use, or is not a student
+        self._is_retired = False  # the reader has another service now
 
     def add(self, source: DynamicSource, require: int) -> None:
         with self._lock:
@@ -102,9 +103,10 @@ class _DiscoveryStudent:
             self._set_timer(None)
             client = self._client
             if client is None:
-                client = self._client = self._make(self._notify, self._held)
+                client = self._make(self._notify, self._held)
                 client.set_require(require)
-                client.start()
+                client.start()  # if there is no thread to be had, the next iteration tries again
+                self._client = client
                 return
         client.set_require(require)
         client.notify_again()
@@ -113,7 +115,9 @@ class _DiscoveryStudent:
         lingers = True
         with self._lock:
             self._sources.discard(source)
-            if not self._sources and self._client is not None:
+            if self._is_retired:
+                lingers = bool(self._sources)
+            elif not self._sources and self._client is not None:
                 timer = threading.Timer(LINGER_S, self._leave)
                 timer.daemon = True
                 timer.name = "edl-discovery-linger"
@@ -124,6 +128,14 @@ class _DiscoveryStudent:
                     lingers = False
         if not lingers:
             self._leave()
+
+    def retire(self) -> None:
+        """Stop being a student once no iteration that has begun needs it."""
+        with self._lock:
+            self._is_retired = True
+            if self._sources:
+                return
+        self.stop()
 
     def stop(self, *, wait: bool = True) -> None:
         """Stop being a student at once."""

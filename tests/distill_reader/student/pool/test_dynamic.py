@@ -292,6 +292,51 @@ def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     assert 0 < measured.busy_share <= 1
 
 
+def test_a_pass_keeps_its_service_when_the_reader_is_given_another(discovery, monkeypatch):
+    monkeypatch.setattr(dynamic, "LINGER_S", 60.0)
+    teachers = dynamic.DynamicTeachers(Meter())
+
+    def students() -> dict[str, int]:
+        services = discovery.server.balancer.view.services
+        return {name: len(each.students) for name, each in services.items() if each.students}
+
+    training = teachers.source((discovery.endpoint,), "train", 1)
+    training.start(lambda _: None)
+    wait_until(lambda: students() == {"train": 1})
+    test = teachers.source((discovery.endpoint,), "test", 1)
+    test.start(lambda _: None)
+    wait_until(lambda: students() == {"train": 1, "test": 1})
+    training.stop()
+    wait_until(lambda: students() == {"test": 1})
+    test.stop()
+    assert students() == {"test": 1}  # for an iteration that follows
+    del teachers
+    wait_until(lambda: not students())
+
+
+def test_an_iteration_that_gets_no_thread_leaves_the_next_one_its_discovery(discovery, monkeypatch):
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "edl-discovery":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    teachers = dynamic.DynamicTeachers(Meter())
+    source = teachers.source((discovery.endpoint,), "svc", 1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        source.start(lambda _: None)
+    source.stop()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    source = teachers.source((discovery.endpoint,), "svc", 1)
+    source.start(lambda _: None)
+    wait_until(lambda: discovery.server.balancer.students == 1)
+    source.stop()
+    wait_until(lambda: not discovery.server.balancer.students)
+
+
 def test_a_copy_for_another_process_is_a_student_of_its_own(discovery, monkeypatch):
     monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
     teachers = dynamic.DynamicTeachers(Meter())

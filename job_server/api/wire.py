@@ -1190,6 +1190,7 @@ class SharedJob(Message, frozen=True, kw_only=True):
     memory_mb: Int = 0
     folder: str | None = None
     run_time_left_s: float | None = None  # until max_run_time_s ends it; None: it has none
+    home: str = ""  # the node that has its state, on which its first pod is to be; "": any
 
 
 class Sharing(Message, frozen=True, kw_only=True):

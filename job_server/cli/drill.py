@@ -65,12 +65,20 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
     api.limit_node(node_id, 0, drain=True)
     try:
         wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")
+        if any(_waits_for_node(api, job, node_id) for job in before):
+            _use_again(api, node_id, limit)
         after = [_settled(api, job, wait_s, lambda job: True) for job in before]
     finally:
         _use_again(api, node_id, limit)
     if not before:
         return [f"no job has a pod on {node_id}: it would cost nothing"]
     return [f"{job.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
+
+
+def _waits_for_node(api: ApiClient, job: JobStatus, node_id: str) -> bool:
+    """Say whether a job has left the node with its state, and can go on nowhere else."""
+    now = api.status(job.job_id)
+    return now.state is JobState.WAITING and now.saved is not None and now.saved.node_id == node_id
 
 
 def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:

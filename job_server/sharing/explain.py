@@ -137,6 +137,8 @@ def _missing(sharing: Sharing, job: SharedJob) -> str:
         return f"needs {counted(least, 'slot')}, its nodes have {most} for it{_limits(nodes)}"
     if fits_now(sharing, job.job_id):
         return "there is room for it now"
+    if job.home and fits_now(_with(sharing, replace(job, home="")), job.job_id):
+        return _no_room_at_home(sharing, job)
     need = counted(least, "slot")
     if job.slots_per_pod > 1:
         need += f" ({counted(job.min_pods, 'pod')} of {job.slots_per_pod}, each on one node)"
@@ -148,6 +150,16 @@ def _missing(sharing: Sharing, job: SharedJob) -> str:
     text += _lacking(sharing, job) + _first_for(sharing, job)
     holders = _holders(sharing, job, nodes)
     return f"{text}; {holders}" if holders else text
+
+
+def _no_room_at_home(sharing: Sharing, job: SharedJob) -> str:
+    text = f"its first pod is to be on {job.home}, which has its state"
+    node = next((each for each in sharing.nodes if each.node_id == job.home), None)
+    if node is None or not node.alive:
+        return f"{text} and cannot be reached"
+    if node.limit is not None and node.limit < job.slots_per_pod:
+        return f"{text}; `edl capacity {job.home} --slots all` gives that to jobs again"
+    return f"{text} and has no room"
 
 
 def _lacking(sharing: Sharing, job: SharedJob) -> str:

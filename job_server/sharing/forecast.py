@@ -203,6 +203,7 @@ def _view(each: _Live, now: float) -> JobView:
         each=need_of(job),
         placed=each.placed,
         nodes=each.nodes,
+        home=job.home,
         user=job.user,
         priority=job.priority,
         submitted_at=job.submitted_at,

@@ -36,13 +36,7 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         alive: nodes that answer.
     """
     spec, allotment = job.spec, job.share.allotment
-    home = home_of(job)
-    bound = (
-        home
-        if home in (alive if nodes is None else nodes)
-        or (job.ending.saved is not None and job.ending.saved.spare)
-        else ""
-    )
+    bound = bound_to(job, alive if nodes is None else nodes)
     measured = measured_step_s(job, now)
     return JobView(
         job_id=spec.job_id,
@@ -61,6 +55,16 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         step_time=fit(measured),
         remaining_s=remaining_s(job, now),
     )
+
+
+def bound_to(job: Job, nodes: Collection[str]) -> str:
+    """Return the node on which the job has to start, as that has its state. "": any.
+
+    Args:
+        nodes: that answer and can run the job.
+    """
+    home, saved = home_of(job), job.ending.saved
+    return home if home in nodes or (saved is not None and saved.spare) else ""
 
 
 def pod_needs(spec: JobSpec) -> Resources:

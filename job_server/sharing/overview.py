@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from job_server.api.wire import JobState, SharedJob, SharedNode, Sharing, SlotKind
+from job_server.cluster.placement import serves
 from job_server.sharing.job_types import AnyJob, job_status, slots_held
-from job_server.sharing.job_views import NodeUse, measured_step_s, most_pods, remaining_s
+from job_server.sharing.job_views import NodeUse, bound_to, measured_step_s, most_pods, remaining_s
 from job_server.training.core.job import Job
+from job_server.training.rules.share import home_of
 
 
 def is_shared(job: AnyJob) -> bool:
@@ -24,12 +26,13 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
         (job for job in shared if not job.state.ended),
         key=lambda job: (-job.spec.priority, job.submitted_at),
     )
+    uses = tuple(nodes)
     succeeded = {job.spec.job_id for job in jobs if job.state is JobState.SUCCEEDED}
     return Sharing(
         policy=policy,
         now=now,
-        nodes=tuple(_node(use, jobs) for use in nodes),
-        jobs=tuple(_job(job, now, succeeded) for job in waiting),
+        nodes=tuple(_node(use, jobs) for use in uses),
+        jobs=tuple(_job(job, now, succeeded, uses) for job in waiting),
     )
 
 
@@ -69,7 +72,7 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
     )
 
 
-def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
+def _job(job: Job, now: float, succeeded: set[str], uses: Iterable[NodeUse]) -> SharedJob:
     status, spec = job_status(job, now, 0), job.spec
     committed = [record.committed_at for record in job.records if record.committed_at is not None]
     stage = job.active
@@ -78,6 +81,9 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
     nodes: dict[str, int] = {}
     for member in stage.members if stage is not None and running else ():
         nodes[member.pod.node_id] = nodes.get(member.pod.node_id, 0) + 1
+    home = home_of(job)
+    at_home = [use for use in uses if use.node.node_id == home and use.alive]
+    able = [home for use in at_home if serves(spec, use.node)]
     left_s = None
     if spec.max_run_time_s is not None:
         ran_s = account.total_s - account.waiting_s - account.paused_s
@@ -88,7 +94,7 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
         priority=spec.priority,
         state=job.state,
         pods=len(stage.members) if stage is not None and running else 0,
-        allotted=0 if allotment is None else allotment.pods,
+        allotted=sum(nodes.values()) if allotment is None else allotment.pods,
         min_pods=spec.min_pods,
         max_pods=most_pods(job),
         slots_per_pod=spec.slots_per_pod,
@@ -107,4 +113,5 @@ def _job(job: Job, now: float, succeeded: set[str]) -> SharedJob:
         memory_mb=spec.memory_mb,
         folder=spec.folder,
         run_time_left_s=left_s,
+        home=bound_to(job, able),
     )

@@ -10,11 +10,17 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import Allotment, Order, Way
-from job_server.cluster.placement import find_node, slots_to_leave
+from job_server.cluster.placement import Site, find_node, slots_to_leave
 from job_server.jobs.events import Allotted
 from job_server.jobs.work import Goal
 from job_server.training.core.accounting import CLOCK_RUNS
-from job_server.training.core.allocation import find_sites_on, make_pods, unheard, unsaved
+from job_server.training.core.allocation import (
+    able_to_train,
+    find_sites_on,
+    make_pods,
+    unheard,
+    unsaved,
+)
 from job_server.training.core.changes import check_resize, choose_way, may_change
 from job_server.training.core.job import Job, TrainingPod
 from job_server.training.core.moves import abandon, begin, dismiss_standby
@@ -137,13 +143,18 @@ def follow(work: Work) -> None:
     if not job.elastic and (leave or missing):  # it was allotted as the job began
         _stay(work, "its trainers have not called the elastic loop: a change starts them afresh")
         return
-    if not stay:  # no trainer that stays could hand the state on
-        if not is_refused(job, work.now):
-            stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
-        return
     sites = find_sites_on(work, missing)
     if len(sites) < sum(missing.values()) and work.now < patience_deadline(job):
         sites = ()  # others are still giving way: it grows once, not by one pod after the other
+    if not stay:  # no trainer that stays could hand the state on
+        if not sites and job.spec.max_pods > 1 and work.now < patience_deadline(job):
+            return
+        stay, sites = _bridge(work, pods, sites)
+        leave -= len(stay)
+    if not stay:
+        if not is_refused(job, work.now):
+            stop_for_now(work, f"its pods are on nodes that it is to leave: {allotment.reason}")
+        return
     if (not sites and not leave) or len(stay) + len(sites) < job.spec.min_pods:
         return
     stood_by = job.preparing is not None and job.preparing.standby
@@ -151,6 +162,17 @@ def follow(work: Work) -> None:
     new = make_pods(work, sites, len(stay))
     way = choose_way(work.job, work.cluster, stood_by=stood_by)
     begin(work, (*stay, *new), way=way, reason=allotment.reason, target=allotment.pods)
+
+
+def _bridge(
+    work: Work, pods: tuple[TrainingPod, ...], sites: tuple[Site, ...]
+) -> tuple[tuple[TrainingPod, ...], tuple[Site, ...]]:
+    """Return one of the pods that are to leave, which stays for one more stage and hands the state
+    on, and the sites of the pods beside it; without pods: there is no room for both.
+    """
+    stay, sites = able_to_train(work, pods)[:1], sites[: work.job.spec.max_pods - 1]
+    enough = sites and len(stay) + len(sites) >= work.job.spec.min_pods
+    return (stay, sites) if enough else ((), ())
 
 
 def give_way(work: Work) -> None:

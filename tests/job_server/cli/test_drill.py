@@ -1,16 +1,27 @@
 """What a drill has cost, in words."""
 
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError, ServerAway
-from job_server.api.wire import JobSpec, JobState, JobStatus, NodeStatus, StageRecord, Way
+from job_server.api.wire import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    NodeLimit,
+    NodeStatus,
+    StageRecord,
+    Way,
+)
 from job_server.cli.drill import cost, drill_node, why_it_stays
 from job_server.training.machine import new_job
 from job_server.training.views import job_status
+from tests.job_server.shared_cluster import SharedCluster
 from tests.job_server.world import node, trains, world
 
 
@@ -48,6 +59,47 @@ FIRST = record(1, Way.START)
 )  # fmt: skip
 def test_a_drill_says_what_it_cost_beside_what_was_usual(before, after, text):
     assert cost(before, after) == text
+
+
+class SharedApi:
+    """What a drill asks of a cluster of shared jobs, without HTTP."""
+
+    def __init__(self, cluster: SharedCluster) -> None:
+        self._service = cluster.service
+        self.limit_node = lambda node_id, slots, *, drain=False: self._service.limit_node(
+            node_id, NodeLimit(slots=slots, drain=drain)
+        )
+        self.nodes = self._service.node_statuses
+
+    def jobs(self) -> list[JobStatus]:
+        return self._service.statuses()
+
+    def status(self, job_id: str) -> JobStatus:
+        return next(job for job in self.jobs() if job.job_id == job_id)
+
+
+@pytest.mark.parametrize(
+    ("most", "says"),
+    [
+        pytest.param(2, "no step redone, .* by planned change", id="it moves to other nodes"),
+        pytest.param(1, "no step redone, .* by recovery", id="it waits for the node"),
+    ],
+)
+def test_a_drill_of_the_only_node_of_a_shared_job_ends_soon(tmp_path, monkeypatch, most, says):
+    cluster = SharedCluster(tmp_path)
+    try:
+        cluster.add("job", 1, most)
+        cluster.run(20)
+        (node_id,) = {pod.node_id for pod in cluster.status("job").pods}
+        clock = SimpleNamespace(sleep=cluster.run, monotonic=lambda: cluster.now)
+        monkeypatch.setattr("job_server.cli.drill.time", clock)
+        began = cluster.now
+        (line,) = drill_node(cast("ApiClient", SharedApi(cluster)), node_id, 300.0)
+        assert re.search(says, line)
+        assert cluster.now - began < 60
+        assert {each.draining for each in cluster.service.node_statuses()} == {""}
+    finally:
+        cluster.end_server(kill=True)
 
 
 def test_why_a_job_does_not_leave_a_drained_node_is_its_warning_s_last_part():

@@ -14,52 +14,12 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.errors import BadRequest, Conflict, NotFound
-from job_server.api.wire import JobState, JobStatus, Resize
+from job_server.api.wire import JobState, Resize, Way
 from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.sharing import decide
+from job_server.sharing.explain import explain
 from job_server.training.rules import share
-from tests.job_server.stories import Story, Submission
-
-LONG = 4000  # steps
-
-
-class SharedCluster(Story):
-    """Several shared jobs; nothing goes wrong unless a test says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(1, folder, shared=True)
-        for machine in self.machines.values():
-            machine.node = replace(machine.node, stop_after_s=None)
-        self.round()
-
-    def add(self, job_id: str, least: int, most: int, *, steps: int = LONG, **more: Any) -> None:
-        fields: dict[str, Any] = {"priority": 0, "after": (), "overlap": "auto", **more}
-        self.submit_spec(self.shared_spec(job_id, min_pods=least, max_pods=most, **fields))
-        self.job(job_id).total_steps = steps
-
-    def job(self, job_id: str) -> Submission:
-        return next(each for each in reversed(self.jobs) if each.job.spec.job_id == job_id)
-
-    def status(self, job_id: str) -> JobStatus:
-        self.sync()
-        return self.job(job_id).status
-
-    def run(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            self.round()
-
-    def sizes(self) -> dict[str, int]:
-        """How many pods train, by job."""
-        found = {}
-        for each in self.jobs:
-            stage = each.job.active
-            runs = each.job.state is JobState.RUNNING and stage is not None
-            found[each.job.spec.job_id] = len(stage.members) if runs and stage else 0
-        return found
-
-    def events(self, job_id: str) -> list[str]:
-        return [each.text for each in self.service.last_events(job_id, 1000)]
+from tests.job_server.shared_cluster import LONG, SharedCluster
 
 
 @pytest.fixture
@@ -487,21 +447,57 @@ def test_trainers_leave_several_nodes_by_one_change(cluster):
     no_step_is_lost(cluster, "job")
 
 
-def test_a_job_leaves_its_node_with_its_state_written_and_goes_on_there(cluster):
+def on_a_alone(cluster: SharedCluster, least: int, most: int) -> None:
+    """Have a job run with all its pods on a, then give it b, too."""
     for name in ("b", "c"):
         cluster.service.limit_node(name, wire.NodeLimit(slots=0))
-    cluster.add("job", 1, 2)
+    cluster.add("job", least, most)
     cluster.run(20)
-    assert cluster.status("job").allotment.nodes == {"a": 2}
+    assert {pod.node_id for pod in cluster.status("job").pods} == {"a"}
     cluster.service.limit_node("b", wire.NodeLimit(slots=None))
+
+
+def test_the_only_pod_that_a_job_may_have_leaves_with_its_state_written_and_goes_on_there(cluster):
+    on_a_alone(cluster, 1, 1)
     cluster.service.limit_node("a", wire.NodeLimit(slots=0))
     cluster.run(30)
     status = cluster.status("job")
     assert status.state is JobState.WAITING
     assert status.reason.endswith("no room for its least, 1, the first on a, which has its state")
+    explanation = explain(cluster.service.sharing(), "job")
+    assert "its first pod is to be on a, which has its state" in explanation.summary
+    assert "`edl capacity a --slots all`" in explanation.summary
+    assert "starts now" not in explanation.summary
     cluster.service.limit_node("a", wire.NodeLimit(slots=1))
     cluster.run(30)
-    assert cluster.status("job").allotment.nodes == {"a": 1, "b": 1}
+    assert cluster.status("job").allotment.nodes == {"a": 1}
+    no_step_is_lost(cluster, "job")
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("is_drain", [True, False])
+def test_a_job_moves_off_its_only_node_over_a_pod_that_stays_for_one_stage(
+    cluster, least, is_drain
+):
+    on_a_alone(cluster, least, 2)
+    cluster.service.limit_node("a", wire.NodeLimit(slots=0, drain=is_drain))
+    cluster.run(30)
+    status = cluster.status("job")
+    assert status.state is JobState.RUNNING
+    assert [pod.node_id for pod in status.pods] == ["b", "b"]
+    assert [each.way for each in status.stages] == [Way.START, Way.REPLACE, Way.REPLACE]
+    no_step_is_lost(cluster, "job")
+
+
+def test_a_job_that_moves_to_a_node_waits_for_those_that_give_way_there(cluster):
+    on_a_alone(cluster, 2, 2)
+    cluster.add("low", 2, 2, priority=-1)
+    cluster.run(20)
+    assert cluster.sizes() == {"job": 2, "low": 2}
+    cluster.service.limit_node("a", wire.NodeLimit(slots=0, drain=True))
+    cluster.run(40)
+    assert [pod.node_id for pod in cluster.status("job").pods] == ["b", "b"]
+    assert cluster.status("low").state is JobState.WAITING
     no_step_is_lost(cluster, "job")
 
 

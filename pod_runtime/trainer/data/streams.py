@@ -5,7 +5,8 @@
 step, shard) before a shard's forward pass. So augmentation and dropout depend neither on the number
 of trainers nor on how often one was replaced. Nor does what the script draws in a step before or
 after its shards, and an optimizer in its update: these are seeded by (seed, epoch, step). A
-sampler's and a stream's are seeded by (seed, epoch).
+sampler's, a stream's, and what the script draws in an epoch before its steps or after them are
+seeded by (seed, epoch).
 """
 
 import logging
@@ -27,6 +28,8 @@ _OF_ORDER = 3
 _OF_STREAM = 4
 _OF_STEP = 5
 _OF_BATCH = 6
+_OF_EPOCH = 7
+_OF_EVALUATION = 8
 _PROBE = 20
 _WATCHED = 16  # first shards of a process, and one of so many later
 
@@ -72,6 +75,20 @@ def seed_step(streams: FrameworkStreams, seed: int, epoch: int, step: int, part:
     _seed(streams, stream_key(_OF_STEP, seed, epoch, step, part))
 
 
+def seed_epoch(streams: FrameworkStreams, seed: int, epoch: int, part: int) -> None:
+    """Give what the script draws in an epoch outside of its steps its own streams.
+
+    Args:
+        part: of the epoch: before its steps 0, after them 1.
+    """
+    _seed(streams, stream_key(_OF_EPOCH, seed, epoch, part))
+
+
+def seed_of_evaluation(seed: int) -> int:
+    """Return what takes the place of the seed in an evaluation's streams."""
+    return stream_key(_OF_EVALUATION, seed)
+
+
 def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:
     """Give what a sampler draws for an epoch its own streams."""
     _seed(streams, stream_key(_OF_ORDER, seed, epoch))
@@ -80,6 +97,21 @@ def seed_order(streams: FrameworkStreams, seed: int, epoch: int) -> None:
 def seed_stream(streams: FrameworkStreams, seed: int, epoch: int, times: int) -> None:
     """Give a stream that is opened for the `times`-th time in an epoch its own streams."""
     _seed(streams, stream_key(_OF_STREAM, seed, epoch, times))
+
+
+class BeginOfEpoch:
+    """The streams of an epoch whose number is not known yet: what is drawn is by a guess of it."""
+
+    def __init__(self, streams: FrameworkStreams, seed: int, guess: int) -> None:
+        self._streams, self._seed, self.guess = streams, seed, guess
+        seed_epoch(streams, seed, guess, 0)
+        self._untouched = _next(streams)
+        seed_epoch(streams, seed, guess, 0)
+
+    def has_drawn(self) -> bool:
+        """Whether something was drawn since."""
+        with borrowed_numbers(self._streams):
+            return _next(self._streams) != self._untouched
 
 
 @contextmanager
@@ -161,10 +193,21 @@ class SampleFetcher:
     """
 
     def __init__(
-        self, dataset: Any, streams: FrameworkStreams, seed: int, *, is_ahead: bool = False
+        self,
+        dataset: Any,
+        streams: FrameworkStreams,
+        seed: int,
+        *,
+        is_ahead: bool = False,
+        is_quiet: bool = False,
     ) -> None:
-        """`is_ahead`: see `Watch`."""
+        """
+        Args:
+            is_ahead: see `Watch`.
+            is_quiet: do not log that the dataset draws.
+        """
         self._dataset = dataset
+        self._is_quiet = is_quiet
         self._streams = streams
         self._seed = seed
         self._draws = False  # the dataset has drawn random numbers
@@ -182,7 +225,10 @@ class SampleFetcher:
             if _next(self._streams) == self._untouched:
                 return samples
             self._draws = True
-            logger.info("the dataset draws random numbers: streams are keyed by sample from now on")
+            if not self._is_quiet:
+                logger.info(
+                    "the dataset draws random numbers: streams are keyed by sample from now on"
+                )
             self._watch.warn_of_thread()
         samples = []
         for sample_id in ids:

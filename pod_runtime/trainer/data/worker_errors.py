@@ -75,19 +75,6 @@ def carrying_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "worker_init_fn": None if init is None else CarryingInit(init)}
 
 
-class CarryingDataset:
-    """Wraps a map-style dataset: a sample that cannot be read is a `Failed`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return read_or_fail(lambda: self._dataset[index])
-
-
 class CarryingCollate:
     """Wraps a collate function: samples may be `Failed`."""
 

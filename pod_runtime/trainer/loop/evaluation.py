@@ -7,10 +7,17 @@ from typing import Any
 import numpy as np
 
 from pod_runtime.trainer.data.source import DataSource
-from pod_runtime.trainer.data.streams import read_samples
+from pod_runtime.trainer.data.streams import (
+    KeyedCollate,
+    KeyedDataset,
+    SampleFetcher,
+    borrowed_numbers,
+    seed_batch,
+    seed_of_evaluation,
+    seed_shard,
+)
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
-    CarryingDataset,
     carrying_options,
     raise_if_failed,
 )
@@ -29,6 +36,8 @@ def evaluate(
     fn: Fn,
     *,
     order: EpochOrder | None = None,
+    seed: int,
+    epoch: int,
     rank: int,
     world_size: int,
     meet: Callable[[], None],
@@ -38,6 +47,7 @@ def evaluate(
     Args:
         source: a map-style dataset; workers read ahead where it has some.
         order: that the source's sampler drew; None: each sample once.
+        epoch: by which, by the seed, and by batch or sample, random numbers are drawn.
         fn: gets one collated batch, returns sums (numbers or one-element tensors) by name.
         meet: every rank calls it once per round, and may park in it.
 
@@ -59,17 +69,19 @@ def evaluate(
         for start, stop in places[rank::world_size]
     ]
     sums: dict[str, float] = {}
-    read = _read(framework.data, source, mine)
-    with framework.state.evaluating():
+    seed, data = seed_of_evaluation(seed), framework.data
+    with borrowed_numbers(data), framework.state.evaluating():
+        read = _read(data, source, mine, seed, epoch)
         for first in range(0, batches, world_size):
             meet()
             number = first + rank
             if number >= batches:
                 continue
-            batch = framework.data.to_batch(next(read))
+            batch = data.to_batch(next(read))
+            seed_shard(data, seed, epoch, number, 0)
             found = fn(*batch) if isinstance(batch, list | tuple) else fn(batch)
             _add(sums, found, is_first=number == rank)
-    next(read, None)  # nothing is left: here the framework ends the workers, and not before
+        next(read, None)  # nothing is left: here the framework ends the workers, and not before
     return _sum_over_ranks(framework.group, sums, rank, has_batches=rank < batches)
 
 
@@ -80,17 +92,24 @@ def _places(plan: BatchPlan) -> Iterator[tuple[int, int]]:
         yield start, offset
 
 
-def _read(data: FrameworkData, source: DataSource, batches: list[Sequence[int]]) -> Iterator[Any]:
+def _read(
+    data: FrameworkData, source: DataSource, batches: list[Sequence[int]], seed: int, epoch: int
+) -> Iterator[Any]:
     """Yield collated batches, read ahead by workers where the source has some."""
     collate = source.collate or data.collate
     if not source.num_workers or not batches:
+        fetcher = SampleFetcher(source.dataset, data, seed, is_quiet=True)
         for ids in batches:
-            yield collate(read_samples(source.dataset, list(ids)))
+            samples = fetcher.fetch(epoch, list(ids))
+            if source.collate is not None:
+                seed_batch(data, seed, epoch, ids[-1])
+            yield collate(samples)
         return
+    keyed = KeyedDataset(source.dataset, data, seed)
     loader = data.loader(
-        CarryingDataset(source.dataset),
-        iter([list(ids) for ids in batches]),
-        collate=CarryingCollate(collate),
+        keyed,
+        iter([[(epoch, sample_id) for sample_id in ids] for ids in batches]),
+        collate=CarryingCollate(KeyedCollate(collate, data, seed, keyed)),
         options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
     )
     for batch in loader:

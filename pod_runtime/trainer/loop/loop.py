@@ -15,6 +15,7 @@ from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.sampling import SampledOrders
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
+from pod_runtime.trainer.data.streams import BeginOfEpoch, borrowed_numbers, seed_epoch
 from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.plain_values import as_list, to_float
@@ -233,10 +234,13 @@ class Loop:
         """
         if self._steps is None:
             self._changes.note()
-            steps = self._adopt(self._joiner.enter())
+            with borrowed_numbers(self._framework.data):
+                steps = self._adopt(self._joiner.enter())
             self._changes.state_loaded(steps.cursor)
             if self._epoch is not None:
                 self._changes.state_loaded_in_body(steps.cursor)
+                if self._open_step is None and not self._changes.has_drawn:
+                    self._seed_outside_of_steps(0)
             if not (self._is_warming_up or self._changes.is_pending):
                 self._joiner.settled()
             if self._epoch is not None:
@@ -323,8 +327,11 @@ class Loop:
         while self._steps is None or not self._steps.stage.progress.is_finished:
             epoch = self._epoch = Epoch(self._find_epoch, self._run_epoch)
             if self._steps is None:
-                self._changes.watch()
+                guess = self._joiner.running_epoch
+                seed = self._settings.seed
+                self._changes.watch(BeginOfEpoch(self._framework.data, seed, guess))
             else:
+                self._seed_outside_of_steps(0)
                 epoch.find()
                 self._changes.body_reached(self._steps.cursor)
                 if not self._changes.is_pending:
@@ -479,6 +486,8 @@ class Loop:
                             source,
                             fn,
                             order=order,
+                            seed=self._settings.seed,
+                            epoch=self._entered().cursor.epoch,
                             rank=self.rank,
                             world_size=self.world_size,
                             meet=self._meet_between_steps,
@@ -592,6 +601,11 @@ class Loop:
             steps = self._entered()  # a new object if the trainer has moved to the next stage
             steps.stage.member.activity.begin(Doing.STEPPING)
         steps.stage.member.activity.begin(Doing.BETWEEN)
+        self._seed_outside_of_steps(1)
+
+    def _seed_outside_of_steps(self, part: int) -> None:
+        epoch = self._entered().cursor.epoch
+        seed_epoch(self._framework.data, self._settings.seed, epoch, part)
 
     def _rehearse(self, rehearsal: Rehearsal) -> Iterator[Step]:
         """Yield steps that do not count, and go on at the epoch's last batch."""

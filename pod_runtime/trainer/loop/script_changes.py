@@ -4,11 +4,13 @@ A state from between two epochs goes on with the body of the next one, any other
 are left. What the script does to the state before that point is undone: a new process runs lines
 that the others have behind them. A prepared process comes to the body of an epoch before it has its
 state. The modes that the body sets meanwhile are kept; if it sets more, a state that was made after
-these lines cannot begin there.
+these lines cannot begin there. Nor can any state where the body has drawn random numbers meanwhile,
+and the epoch is another one than was thought.
 """
 
 from collections.abc import Callable
 
+from pod_runtime.trainer.data.streams import BeginOfEpoch
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.progress.batches import Cursor
@@ -25,10 +27,13 @@ class ScriptChanges:
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
         self._has_set_more = False  # and not only these
         self._tensors: dict[str, float] = {}  # marks of the model's, when it was begun to watch
+        self._numbers: BeginOfEpoch | None = None  # None: the body begins with the state
+        self._has_drawn = False  # before the state came
 
-    def watch(self) -> None:
+    def watch(self, numbers: BeginOfEpoch) -> None:
         """The body of an epoch begins, and the state is not there yet."""
         self._watches = True
+        self._numbers = numbers
         self._tensors = self._state.fingerprints(of_model=True)
         self._state.watch()
 
@@ -38,6 +43,8 @@ class ScriptChanges:
             self._watches = False
             self._modes, self._has_set_more = self._state.watched()
             self._has_set_more |= self._state.fingerprints(of_model=True) != self._tensors
+            assert self._numbers is not None
+            self._has_drawn = self._numbers.has_drawn()
 
     def state_loaded(self, cursor: Cursor) -> None:
         """A state was loaded that goes on at `cursor`."""
@@ -47,8 +54,15 @@ class ScriptChanges:
         """A state was loaded, and the body of its epoch had begun before.
 
         Raises:
-            StateError: the body has changed more than modes.
+            StateError: the body has changed more than modes, or has drawn for another epoch.
         """
+        if self._has_drawn and self._numbers is not None and cursor.epoch != self._numbers.guess:
+            raise StateError(
+                f"before its first step, an epoch has drawn random numbers, and it is epoch "
+                f"{cursor.epoch}, not {self._numbers.guess} as when the trainers were prepared; "
+                f"the prepared trainers are started again without preparation. What is drawn after "
+                f"the script has asked for epoch.number is of the right epoch"
+            )
         if cursor.step:
             return
         if self._has_set_more and cursor.global_step:
@@ -59,6 +73,11 @@ class ScriptChanges:
             )
         self._is_pending = False
         self._state.set_modes(self._modes)
+
+    @property
+    def has_drawn(self) -> bool:
+        """The body of the epoch drew random numbers before the state came."""
+        return self._has_drawn
 
     @property
     def is_pending(self) -> bool:

@@ -107,6 +107,7 @@ class StageJoiner:
         self._store = self._open_store()
         self._settle_stage_number()
         self._segment: SnapshotSegment | None = None  # None: not made ahead of the first snapshot
+        self.running_epoch = 0  # when this trainer was prepared, as far as it is known
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
         self._terms = self._make_terms()  # as the script made them, before a state is loaded
@@ -180,6 +181,7 @@ class StageJoiner:
         self._close_segments()
         if status is not None and self._is_ours(status):
             self._continue(status)
+            self.running_epoch = status.cursor.epoch
 
     def _is_ours(self, status: LoopStatus) -> bool:
         """Whether a state is not of another loop of the script."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from paddle.io import DataLoader, Dataset
 
 from pod_runtime import elastic
 from pod_runtime.trainer.data.step import EpochPosition
+from pod_runtime.trainer.data.streams import borrowed_numbers
+from pod_runtime.trainer.frameworks.paddle.data import PaddleData
 from pod_runtime.trainer.loop.loop import committed_step, explain_error
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -292,6 +295,36 @@ def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog
     loop, model = make(checkpoint=path, epochs=3)
     assert [number for number, _ids, _values in train(loop, model)] == [8, 9, 10, 11]
     assert verify([path]) == 0
+
+
+def test_what_a_script_draws_in_an_epoch_outside_of_its_steps_is_the_same_after_a_restart(tmp_path):
+    """A size of the images, say, as for training in several of them."""
+
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), paddle.rand([]).item()
+
+    def train(path: Path | None, stop_at: int | None = None) -> dict[tuple[int, str], Any]:
+        loop, model = make(checkpoint=path, save_steps=1, epochs=3)
+        drawn = {}
+        for epoch in loop.epochs():
+            drawn[epoch.number, "before"] = draw()
+            for step in epoch:
+                if step.number == stop_at:
+                    return drawn
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+            loop.evaluate(DATA, lambda batch: {"noise": paddle.rand([])}, batch_size=7)
+            drawn[epoch.number, "after"] = draw()
+        return drawn
+
+    expected = train(None)
+    assert len({*expected.values()}) == 6
+    for stop_at in (2, 7, None):  # 4 steps an epoch
+        found = train(tmp_path / "checkpoint", stop_at)
+        finish_writing()
+        assert found
+        assert found.items() <= expected.items()
 
 
 @pytest.mark.parametrize(
@@ -657,6 +690,47 @@ def test_evaluation_sums_over_all_samples_without_gradients():
     names = iter([{"a": 1}, {"b": 1}, {"a": 1}])
     with pytest.raises(elastic.UsageError, match="the same names for every batch"):
         loop.evaluate(DATA, lambda batch: next(names), batch_size=7)
+
+
+class Cropped(paddle.io.Dataset):
+    """A test set that draws, as one with random crops does."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return np.float32(index), np.float32(random.random())
+
+
+def test_what_an_evaluation_draws_depends_on_epoch_batch_and_sample_alone():
+    loop, _model = make()
+
+    def mix(samples: list[Any]) -> Any:
+        return [np.stack(each) for each in zip(*samples, strict=True)], np.random.rand(1)
+
+    def evaluate(collate: Any, workers: int = 0) -> dict[str, float]:
+        loader = DataLoader(Cropped(), batch_size=6, num_workers=workers, collate_fn=collate)
+        return loop.evaluate(
+            loader,
+            lambda crops, mixed: {
+                "sample": crops[1].sum(), "batch": mixed.sum(), "fn": paddle.rand([]),
+            },
+        )  # fmt: skip
+
+    with borrowed_numbers(PaddleData()):
+        expected = [random.random(), np.random.rand(), paddle.rand([]).item()]
+    first = evaluate(mix)
+    assert [random.random(), np.random.rand(), paddle.rand([]).item()] == expected, "as without it"
+    assert first == pytest.approx(evaluate(mix))
+    assert first == pytest.approx(evaluate(mix, 2))
+    seen: list[float] = []
+
+    def look(_index: Any, crops: Any) -> dict[str, int]:
+        seen.extend([*crops.tolist(), paddle.rand([]).item()])
+        return {}
+
+    loop.evaluate(Cropped(), look, batch_size=6)
+    assert len({*seen}) == 20 + 4
 
 
 class ReadBy(paddle.io.Dataset):

@@ -151,6 +151,42 @@ def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_ol
     finish(old)
 
 
+def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_and_crashes(launch):
+    job = launch("counting.py", 2)
+    args = out(job, "--draws")
+    old = job.start(1, *args)
+    new = job.start(2, *args, overlaps=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(2)
+    old.cut()
+    new.commit((1, old.drained()))
+    new.wait_step(9)
+    new.trainers[1].process.kill()
+    assert new.codes() == [75, -signal.SIGKILL], new.logs()
+    old.end()
+    finish_anew(job, job.newest(), *args)
+    drawn = [{*(job.folder / f"drawn.{epoch}").read_text().split()} for epoch in range(3)]
+    assert [len(each) for each in drawn] == [1, 1, 1], drawn
+    assert len(set.union(*drawn)) == 3
+
+
+def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
+    job = launch("counting.py", 2)
+    args = out(job, "--draws")
+    old = job.start(1, *args)
+    new = job.start(2, *args, overlaps=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(8)  # amid the next epoch
+    old.cut()
+    new.commit((1, old.drained()))
+    assert new.codes() == [1, 1], new.logs()
+    assert new.logs().count("it is epoch 1, not 0 as when the trainers were prepared") == 2
+    old.end()
+    finish_anew(job, job.newest(), *args)
+
+
 @pytest.mark.parametrize("all_reduce", ["flat", "overlapped"])
 def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch, all_reduce):
     job = launch("counting.py", 2)

@@ -7,6 +7,7 @@ over the data adds exactly 1 to every parameter.
 import argparse
 import json
 import os
+import random
 import time
 from pathlib import Path
 
@@ -39,6 +40,8 @@ parser.add_argument("--best", action="store_true", help="epoch 1's state is the 
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
 parser.add_argument("--only_rank_0", choices=("evaluate", "save_best"))
 parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
+parser.add_argument("--draws", action="store_true", help="a number in each epoch, which it notes")
+parser.add_argument("--evaluates_first", action="store_true", help="in each epoch before its steps")
 args = parser.parse_args()
 if "COUNTING_FAILS" in os.environ:
     raise SystemExit(1)
@@ -101,7 +104,13 @@ loop = elastic.Loop(
     all_reduce=args.all_reduce, promise=args.promise, seed=os.getpid() if args.own_seed else 0,
 )  # fmt: skip
 for epoch in loop.epochs():
+    drawn = random.random() if args.draws else 0.0
+    if args.evaluates_first:
+        loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
     for step in epoch:
+        if args.draws and not step.is_warmup:
+            with (args.out / f"drawn.{epoch.number}").open("a") as file:
+                print(drawn, file=file)
         if not step.is_warmup:
             assert os.environ["PADDLE_TRAINER_ID"] == str(loop.rank)
             assert os.environ["PADDLE_TRAINERS_NUM"] == str(loop.world_size)

@@ -6,19 +6,19 @@ DistillError
 ├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
 │   ├── ModelNotFound        the teacher serves no model of this name; lists those it serves
 │   └── RequestTooLarge      more bytes or samples than the teacher takes; send fewer at once
-├── FastPathError                bytes do not follow the format of the fast path
+├── FastPathError            bytes do not follow the format of the fast path
 ├── ReaderError              the user's generator failed; its exception is the cause
 ├── NoTeacher                no teacher answered for as long as the reader may wait
-└── TransientFailure                the same request may succeed elsewhere, or later
+└── TransientFailure         the same request may succeed elsewhere, or later
     ├── TeacherGone          the connection ended, or nobody listens there
-    │   └── TeacherFailed    the teacher reports a failure without a cause; the connection stays
+    │   └── TeacherFailed    the teacher reports that it failed, not why; the connection stays
     ├── TeacherBusy          its queue is full, or it drains; says how long to wait
     └── TeacherTimeout       no answer in time
 """
 
 
 class DistillError(Exception):
-    """Any of these."""
+    """Base class of the errors of this package."""
 
 
 class UsageError(DistillError, ValueError):

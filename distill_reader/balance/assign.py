@@ -6,8 +6,8 @@ a move raises the smallest share:
 - At least as many teachers as students: each teacher has one student, and each student at least one
   teacher. The students' shares (the speeds of their teachers) are as even as single moves can make
   them. A teacher is idle only if the students' own bounds leave it over.
-- Fewer teachers than students: each student has one teacher, and each teacher at least one student,
-  in proportion to its speed.
+- Fewer teachers than students: each student has one teacher. Each teacher has at least one student;
+  beyond that, faster teachers have more of them, in proportion to their speed.
 
 A student can report a teacher as unusable. Then it gets another one, if there is one; other
 students keep that teacher. A teacher that answers no student is on trial: it is only given in

@@ -421,7 +421,7 @@ class Engine:
         if text == entry.defect:
             return
         entry.defect = text
-        logger.error("job %s: %s", entry.spec.job_id, text)
+        logger.error("job %s: %s", entry.spec.job_id, text, exc_info=error)
         number, now = entry.events.value + 1, self.now()
         stage = job_types.job_status(entry.job, now, 0).stage
         job_id = entry.spec.job_id

@@ -407,13 +407,15 @@ class JobService:
         return known.plan.poll(revision, timeout_s)
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
-        """Apply a node's heartbeat.
+        """Apply a node's heartbeat to its jobs.
 
-        It is acknowledged also where a job could not take it, say for a full disk: the next one
-        brings it again, and a client without acknowledgements stops its pods (`stop_after`).
+        If a job cannot take it (the disk is full, say), the error is logged and the heartbeat is
+        acknowledged: the next one says the same again, and without acknowledgements the client
+        would stop its pods (`stop_after`). Nothing follows a goodbye, so there the error is raised.
 
         Raises:
             NotFound: the node is not registered.
+            Exception: a job could not take a goodbye.
         """
         if report.node_id != node_id:
             raise BadRequest(
@@ -438,13 +440,12 @@ class JobService:
                             "job %s: heartbeat of %s not applied: %s", job_id, node_id, error
                         )
                         trouble = trouble or error
-            if report.leaving and trouble is not None:  # no heartbeat follows
-                engine.converge()
-                raise trouble
-            if report.leaving:
+            if report.leaving and trouble is None:
                 logger.info("node %s: leaves", node_id)
                 engine.remove_node(node_id)
             engine.converge()
+            if report.leaving and trouble is not None:
+                raise trouble
             moving = engine.is_left(node_id) if report.draining else None
         return self._acknowledged(moving)
 

@@ -115,16 +115,10 @@ class NodeSegments:
         They come from this pod's shim, or from the shim of another pod on this node that the plan
         names. (): neither has any; the trainer gets its state from other nodes, or from a
         checkpoint. The caller closes the descriptors.
-
-        While a stage is prepared, the state that it will start from does not exist yet. Its
-        trainers then get the newest state there is, to check that they can continue it.
         """
         source = plan.restore_from
         if source is None:
-            if plan.order is not Order.PREPARE:
-                return ()
-            held = (self._fetch(each, None) for each in (self._pod_id, *self._neighbours(plan)))
-            return next((each for each in held if each), ())
+            return self._for_check(plan) if plan.order is Order.PREPARE else ()
         found = tuple(os.dup(fd) for fd in self._at_hand if _has(fd, source))
         others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
         for pod_id in (self._pod_id, *others):
@@ -138,6 +132,15 @@ class NodeSegments:
                 close_all(unfit)
         return found
 
+    def _for_check(self, plan: StagePlan) -> tuple[int, ...]:
+        """Return descriptors of the newest state on this node, whatever its stage; (): none.
+
+        The state that a stage in preparation will start from does not exist yet. By this one its
+        trainers check that their script can continue it.
+        """
+        held = (self._fetch(each, None) for each in (self._pod_id, *self._neighbours(plan)))
+        return next((each for each in held if each), ())
+
     def _fetch(self, pod_id: str, stage: int | None) -> tuple[int, ...]:
         """Return descriptors of the segments of a stage (None: of all) that a shim holds.
 
@@ -146,7 +149,8 @@ class NodeSegments:
         try:
             _, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
         except ShimError as error:
-            logger.warning("no state of stage %s from %s: %s", stage, pod_id, error)
+            which = "any stage" if stage is None else f"stage {stage}"
+            logger.warning("no state of %s from %s: %s", which, pod_id, error)
             return ()
         return fds
 

@@ -1,8 +1,8 @@
 """Keep the tables of services up to date: read the registry, decide, write, notify students.
 
 Any number of balancers may share a registry. Each has its own students, which are connected to its
-server. One task does all the work, after every change and twice a second, for a lease that ends
-sends no message.
+server. One task does all the work: after every change, and twice a second because no message tells
+that a lease has ended.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _COST_FACTOR = 3  # the pause after a round, in durations of the round
 _REFRESH_S = 2.0  # of our students' leases
 _RETRY_S = 0.3
 _HOLD_S = 4.0  # after an outage: time for teachers and other servers' students to come back
-_YOUNG_S = 2.5  # wait for teachers that students have, but a registry without a table does not
+_RECOVERY_S = 2.5  # after a registry lost its data: time for its teachers to register again
 _LOG_EVERY_S = 10.0
 
 
@@ -63,7 +63,7 @@ class Balancer:
         self._away: str | None = None
         self._away_logged_s = 0.0
         self._known: dict[str, ServiceState] = {}  # as last read, with the tables decided then
-        self._young_until_s: dict[str, float] = {}
+        self._recovers_until_s: dict[str, float] = {}
         self.moves = 0  # links that were new to their students
         self.tables = 0  # tables written
 
@@ -178,7 +178,7 @@ class Balancer:
         # A student that joined meanwhile waits for the next round: it is not in the registry yet,
         # and other servers would take it out of the table again.
         for name in own_names & services.keys():
-            if not self._is_young(name, services[name], now):
+            if not self._is_recovering(name, services[name], now):
                 services[name] = await self._decide(name, services[name], stored.get(name))
         self._known = services
         self._notify()
@@ -232,17 +232,17 @@ class Balancer:
         )
         return replace(service, table=table)
 
-    def _is_young(self, name: str, service: ServiceState, now: float) -> bool:
+    def _is_recovering(self, name: str, service: ServiceState, now: float) -> bool:
         """Return whether to wait for teachers to come back to a registry that has lost its data.
 
         Students that report teachers unknown to the registry are the sign of it.
         """
         if service.table is not None:
-            self._young_until_s.pop(name, None)
+            self._recovers_until_s.pop(name, None)
             return False
         if not any(set(student.held) - service.teachers for student in service.students.values()):
             return False
-        return now < self._young_until_s.setdefault(name, now + _YOUNG_S)
+        return now < self._recovers_until_s.setdefault(name, now + _RECOVERY_S)
 
     def _notify(self) -> None:
         for (service, name), own in list(self._own.items()):

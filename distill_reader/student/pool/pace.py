@@ -24,7 +24,7 @@ LEAST_DEPTH = 2  # requests in flight: one is computed while the next one travel
 MOST_DEPTH = 6
 _WINDOW_S = 0.5  # for which a depth is tried
 _WINDOW_REQUESTS = 8
-_GAIN = 1.1  # in samples per second, that one more in flight must bring
+_LEAST_GAIN = 1.1  # factor by which one more request in flight must raise the samples per second
 _MOST_PATIENCE = 64  # windows between two trials
 
 
@@ -158,7 +158,7 @@ class _Trial:
         self._began_s = None
         if self._is_on_trial:
             self._is_on_trial = False
-            if rate > _GAIN * self._rate_before:
+            if rate > _LEAST_GAIN * self._rate_before:
                 self._patience = self._windows_left = 1
             else:
                 depth -= 1

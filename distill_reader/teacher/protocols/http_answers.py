@@ -1,4 +1,4 @@
-"""HTTP responses: how answers and errors become one, and how it is sent."""
+"""Make HTTP responses of answers and errors, and send them."""
 
 import asyncio
 import json

@@ -60,13 +60,17 @@ def lose_silent(work: Work) -> None:
         in_force = active is not None and active.member(pod.pod_id) is not None
         if pod.desired is DesiredState.HOLD or (in_force and cut_off):
             continue
-        if not _is_to_be_written(job, pod) and work.job.pod(pod.pod_id) == pod:
+        is_as_seen = work.job.pod(pod.pod_id) == pod  # no loss before it in this loop changed it
+        if is_as_seen and not _is_to_be_written(job, pod):
             holds = may_hold(job, pod.pod_id)
             lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False, holds=holds)
 
 
 def _is_to_be_written(job: Job, pod: TrainingPod) -> bool:
-    """Return whether a pause or an end waits for the state that the pod of an ended stage holds."""
+    """Return whether the job pauses or ends, and still needs this pod's snapshot for that.
+
+    Only once the pod's stage has ended.
+    """
     stage = job.active
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
     return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots

@@ -47,11 +47,12 @@ def newest_intact(
 ) -> tuple[T, F] | None:
     """Return the newest intact checkpoint and its folder; None if there is none.
 
-    Those that are refused on the way are logged with the reason.
+    Those that are refused on the way are logged with the reason. If all are refused, it looks
+    again: a writer that is still alive may have replaced them meanwhile.
 
     Args:
         find: returns the folders, whole or torn, oldest first.
-        load: reads and verifies one.
+        load: reads and verifies one; raises FileNotFoundError(MANIFEST) where it is torn.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none is intact: to start afresh

@@ -20,7 +20,8 @@ from distill_reader.teacher.service.requests import (
     buffers_of,
 )
 
-Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
+# From bytes, and what the request has already. Raises TeacherBusy, RequestTooLarge.
+Allocate = Callable[[int, Sequence[Buffer]], Slice]
 
 _LEARNED_SHAPES = 1024  # per model; after that many it starts over
 _LONGEST_AXIS = 2**31 - 1
@@ -124,7 +125,8 @@ class PendingRequest:
         """Allocate memory for outputs whose samples have these shapes.
 
         Raises:
-            BadRequest: other parts of the request have outputs of other shapes.
+            BadRequest: other parts of the request have outputs of other shapes, or there never
+                will be room.
             TeacherBusy: there is no room.
         """
         known = self.output_shapes
@@ -148,7 +150,7 @@ class PendingRequest:
             sample_bytes = _elements(shape) * np.dtype(encoding.dtype).itemsize
             offsets.append((encoding, total, sample_bytes))
             total += aligned(sample_bytes * self.samples)
-        self.output_memory = memory = allocate(total)
+        self.output_memory = memory = allocate(total, self.held)
         self.output_tensors = {
             encoding: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
             for encoding, offset, sample_bytes in offsets
@@ -224,7 +226,8 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
         for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True)
         if not isinstance(tensor, SharedTensor) or not isinstance(tensor.buffer, Slice)
     ]
-    memory = allocate(sum(copied)) if copied else None
+    buffers = buffers_of(request.inputs)
+    memory = allocate(sum(copied), buffers) if copied else None
     try:
         pending = PendingRequest(
             model=model,
@@ -236,7 +239,7 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
             inputs=_store_inputs(tensors, plan, samples, memory),
             wanted=plan.wanted,
             encodings=plan.encodings,
-            held=(*buffers_of(request.inputs), *([memory] if memory is not None else [])),
+            held=(*buffers, *([memory] if memory is not None else [])),
         )
         expected = model.output_shapes(pending.shapes_key)
         if expected is not None:

@@ -27,7 +27,14 @@ from distill_reader.errors import (
 from distill_reader.model.normalization import Normalization
 from distill_reader.model.output_encodings import OutputEncoding
 from distill_reader.model.specs import ModelSpec
-from distill_reader.protocols.arena import Arena, ArenaError, ArenaFull, OwnArena, Slice
+from distill_reader.protocols.arena import (
+    Arena,
+    ArenaError,
+    ArenaFull,
+    OwnArena,
+    Slice,
+    aligned,
+)
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.wire import (
     BatchRows,
@@ -44,6 +51,7 @@ from distill_reader.teacher.service.metrics import TeacherMetrics
 from distill_reader.teacher.service.pending import PendingRequest, ServedModel, prepare
 from distill_reader.teacher.service.predictors import Predictor, PredictorPool
 from distill_reader.teacher.service.requests import (
+    Buffer,
     InferAnswer,
     InferRequest,
     ModelStatistics,
@@ -218,7 +226,7 @@ class PredictorService:
                 f"the request has {size_bytes} bytes, at most {self._config.max_request_bytes} "
                 "are taken; send fewer samples at a time, or raise --max_request_mb"
             )
-        return self._allocate(size_bytes)
+        return self._allocate(size_bytes, ())
 
     def submit(self, request: InferRequest) -> Future[InferAnswer]:
         try:
@@ -264,11 +272,14 @@ class PredictorService:
             return self._models_by_index[0]
         return get_model(self._models, name)
 
-    def _allocate(self, size_bytes: int) -> Slice:
-        if size_bytes > self._arena.size:
+    def _allocate(self, size_bytes: int, held: Sequence[Buffer]) -> Slice:
+        """Allocate memory for a request that has `held` already. Raises: as Allocate."""
+        own = [each for each in held if isinstance(each, Slice) and each.arena is self._arena]
+        total = aligned(size_bytes) + sum(aligned(each.size) for each in own)
+        if total > self._arena.size:  # not even if there is no other request
             raise RequestTooLarge(
-                f"the request needs {size_bytes} bytes, the teacher has {self._arena.size} for "
-                "all; send fewer samples at a time"
+                f"the request needs {total} bytes with its answer, the teacher has "
+                f"{self._arena.size} for all; send fewer samples at a time"
             )
         try:
             return self._arena.allocate(size_bytes)
@@ -457,7 +468,6 @@ class PredictorService:
     ) -> _Ended:
         """Allocate memory for outputs whose shapes were unknown; tell the predictor where."""
         shapes = decode_shapes(numbers)
-        batch.model.learn(batch.parts[0].request.shapes_key, shapes)
         failed: dict[int, tuple[PendingRequest, DistillError]] = {}
         rows: list[tuple[TensorAddress | None, ...]] = []
         for part in batch.parts:
@@ -470,6 +480,9 @@ class PredictorService:
                 self._queue.remove(pending)
                 failed[id(pending)] = (pending, error)
                 rows.append((None,) * len(batch.encodings))
+        if not any(isinstance(error, RequestTooLarge) for _, error in failed.values()):
+            # Else no request of such inputs could come to show that it has smaller outputs.
+            batch.model.learn(batch.parts[0].request.shapes_key, shapes)
         with contextlib.suppress(OSError):  # as in _send
             self._share_arenas(state, batch.parts)
             state.predictor.channel.send(MessageKind.WRITE, encode_addresses(numbers[0], rows))

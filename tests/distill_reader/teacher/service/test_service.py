@@ -611,6 +611,34 @@ def test_outputs_may_be_as_long_as_the_values_of_the_inputs_say(folder):
     service.close()
 
 
+def test_a_request_that_fits_into_no_memory_with_its_answer_is_too_large(
+    open_service: PredictorService,
+):
+    def double(samples: int) -> Future[InferAnswer]:  # 320 kB in and 320 kB out, of each sample
+        ids = np.ones((samples, 40_000), np.int64)
+        scale = np.ones((samples, 1), np.int64)
+        return open_service.submit(InferRequest(model="", inputs={"ids": ids, "scale": scale}))
+
+    with pytest.raises(RequestTooLarge, match=r"1280128 bytes with its answer, .*has 1048576"):
+        double(2).result(WAIT_S)  # whose size is known once it is computed
+    assert outputs(double(1))["doubled"].all()
+    with pytest.raises(RequestTooLarge, match="with its answer"):
+        double(2)
+
+
+def test_a_request_that_is_too_large_leaves_room_for_others_of_its_inputs(folder):
+    service = started(config(folder, "repeated", devices=(Device(),)))
+
+    def repeat(count: int) -> Future[InferAnswer]:
+        inputs = {"count": np.array([[count]], np.int64)}
+        return service.submit(InferRequest(model="", inputs=inputs))
+
+    with pytest.raises(RequestTooLarge):
+        repeat(1 << 20).result(WAIT_S)
+    assert outputs(repeat(3))["ones"].shape == (1, 3)
+    service.close()
+
+
 def test_inputs_must_have_the_same_number_of_samples(open_service):
     inputs = {"ids": np.zeros((3, 2), np.int64), "scale": np.zeros((2, 1), np.int64)}
     with pytest.raises(BadRequest, match="scale: has 2 samples, tensor ids has 3"):

@@ -19,7 +19,7 @@ def read_token(token_file: str | None, environ: Mapping[str, str]) -> str:
     EDL_TOKEN.
 
     Raises:
-        UsageError: the file cannot be read, or is empty.
+        UsageError: the file cannot be read, is empty, or has several lines.
     """
     return _read(token_file, "--token_file", ("EDL_TEACHER_TOKEN", "EDL_TOKEN"), environ)
 
@@ -30,7 +30,7 @@ def read_student_token(environ: Mapping[str, str]) -> str:
     EDL_TOKEN does not count: it may be the job server's, which teachers must not see.
 
     Raises:
-        UsageError: the file cannot be read, or is empty.
+        UsageError: the file cannot be read, is empty, or has several lines.
     """
     return _read(None, "", ("EDL_TEACHER_TOKEN",), environ)
 
@@ -39,7 +39,7 @@ def read_job_token(token_file: str | None, environ: Mapping[str, str]) -> str:
     """Return the job server's token: of the file, EDL_TOKEN_FILE or EDL_TOKEN; "": none.
 
     Raises:
-        UsageError: the file cannot be read, or is empty.
+        UsageError: the file cannot be read, is empty, or has several lines.
     """
     return _read(token_file, "--job_server_token_file", ("EDL_TOKEN",), environ)
 
@@ -103,4 +103,6 @@ def _read(
         raise UsageError(f"{flag} {token_file}: {error}") from error
     if not token:
         raise UsageError(f"{flag} {token_file}: is empty")
+    if len(token.splitlines()) > 1:
+        raise UsageError(f"{flag} {token_file}: has several lines; leave one, with the token")
     return token

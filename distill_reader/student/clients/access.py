@@ -57,9 +57,19 @@ class TeacherAccess:
         return next((value for name, value in self.headers if name.lower() == "host"), None)
 
     def shown(self, token: str) -> dict[str, str]:
-        """Return the headers of a request, but Host. A token goes as Authorization if none does."""
+        """Return the headers of a request, but Host. A token goes as Authorization if none does.
+
+        Raises:
+            UsageError: no header can show the token.
+        """
         found = {name: value for name, value in self.headers if name.lower() != "host"}
         if token and not any(name.lower() == "authorization" for name in found):
+            if not _VALUE.fullmatch(token):
+                raise UsageError(
+                    "EDL_TEACHER_TOKEN: this token (or that of EDL_TEACHER_TOKEN_FILE) has other "
+                    "characters than printable ASCII, which HTTP and gRPC cannot show: choose "
+                    "another one for teachers and students, or use fast://"
+                )
             found["Authorization"] = f"Bearer {token}"
         return found
 

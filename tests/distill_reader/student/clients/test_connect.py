@@ -101,6 +101,17 @@ def test_the_token_is_read_from_a_file_or_the_environment(tmp_path):
     )
     with pytest.raises(UsageError, match=r"EDL_TEACHER_TOKEN_FILE .*/missing"):
         read_student_token({"EDL_TEACHER_TOKEN_FILE": str(tmp_path / "missing")})
+    file.write_text("one\nother\n")
+    with pytest.raises(UsageError, match=r"EDL_TEACHER_TOKEN_FILE .*has several lines"):
+        read_student_token({"EDL_TEACHER_TOKEN_FILE": str(file)})
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc", "serving", "serving+grpc"])
+def test_a_token_that_no_header_can_show_is_refused_by_its_variable(run, monkeypatch, scheme):
+    monkeypatch.setenv("EDL_TEACHER_TOKEN", "geheim-ä")
+    teacher = HttpTeacher(answer_oip) if scheme == "http" else OipGrpcTeacher()
+    with pytest.raises(UsageError, match=r"^EDL_TEACHER_TOKEN: .*printable ASCII.*fast://"):
+        connect(f"{scheme}://{run(teacher).endpoint}")
 
 
 # --- finding out

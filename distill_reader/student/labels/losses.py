@@ -88,7 +88,7 @@ def distillation_loss(
         labels: (B,) or (B, 1) int64 class indices in [0, C).
         temperature: > 0; the value the teacher used. Scales the soft term by temperature**2,
             so that its gradient does not shrink as the temperature grows.
-        alpha: weight of the soft term, in [0, 1]; 0 ignores the teacher.
+        alpha: weight of the soft term, in [0, 1]; 0 ignores the teacher, 1 the labels.
 
     Returns:
         Scalar mean over the batch, on the device of `student_logits`.
@@ -109,7 +109,12 @@ def distillation_loss(
             f"{list(labels.shape)} for {list(student_logits.shape)}"
         )
     logits = f.precise(student_logits)
+    if alpha == 1:  # a term without weight may be infinite, or NaN, which 0 times it would be, too
+        return temperature**2 * soft_cross_entropy(logits / temperature, soft_labels)
     hard = f.cross_entropy(logits, labels.reshape(batch))
+    if alpha == 0:
+        _check_soft_labels(f, student_logits, soft_labels)
+        return hard
     soft = soft_cross_entropy(logits / temperature, soft_labels)
     return alpha * temperature**2 * soft + (1 - alpha) * hard
 
@@ -163,6 +168,15 @@ def _checked_top(f: TensorFunctions, student_logits: Tensor, top: Sequence[Tenso
             f"{shape}"
         )
     return values, f.places(indices)
+
+
+def _check_soft_labels(
+    f: TensorFunctions, student_logits: Tensor, soft_labels: Tensor | TopTensors
+) -> None:
+    if isinstance(soft_labels, tuple | list):
+        _checked_top(f, student_logits, soft_labels)
+    else:
+        _check_same_shape(student_logits, "soft_labels", soft_labels)
 
 
 def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:

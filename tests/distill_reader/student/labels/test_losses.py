@@ -252,6 +252,24 @@ def test_at_a_high_temperature_the_gradient_is_that_of_matching_logits(side: Any
     np.testing.assert_allclose(side.gradient(logits), matching, atol=1e-4)
 
 
+def test_a_term_without_weight_is_left_out(side: Any):
+    """The labels' term is infinite by a class that is ruled out, the teacher's is NaN."""
+    ruled_out = side.tensor(np.full(5, 3))
+    student, teacher = side.tensor(STUDENT_MASKED, learns=True), side.tensor(np.eye(4)[LABELS - 1])
+    soft = distillation_loss(student, teacher, ruled_out, alpha=1)
+    expected = soft_cross_entropy(student, teacher)
+    assert float(soft.detach()) == pytest.approx(float(expected.detach()))
+    soft.backward()
+    assert np.isfinite(side.gradient(student)).all()
+    nan = side.tensor(np.full((5, 4), np.nan))
+    student, labels = side.tensor(LOGITS, learns=True), side.tensor(LABELS)
+    hard = distillation_loss(student, nan, labels, alpha=0)
+    usual = side.cross_entropy(student, labels)
+    assert float(hard.detach()) == pytest.approx(float(usual.detach()))
+    with pytest.raises(ValueError, match="soft_labels"):
+        distillation_loss(student, nan[:, :3], labels, alpha=0)
+
+
 def test_labels_may_have_an_axis_of_one(side: Any):
     given = side.tensor(LOGITS), side.tensor(soft())
     flat = distillation_loss(*given, side.tensor(LABELS))

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.api.wire import JobState, SharedJob, Sharing
+from job_server.api.wire import JobState, NodeLimit, SharedJob, Sharing
+from job_server.jobs.events import PauseAsked
 from job_server.sharing.explain import explain, outlook_text, range_text
 from job_server.sharing.forecast import foresee
+from tests.job_server.shared_cluster import SharedCluster
 from tests.job_server.sharing.shared import cluster, shared_job, shared_node
 
 FIRST = shared_job("train-a", 4, min_pods=4, max_pods=4, remaining_s=2400.0, priority=2)
@@ -47,6 +49,35 @@ def test_a_job_that_runs_on_nodes_that_cannot_be_reached_is_explained():
     sharing = cluster(shared_job("train", 4), nodes=(shared_node(alive=False),))
     assert of(sharing, "train").endswith("runs with 4 pods (1 to 8) since 4 min; "
                                          "none of its nodes can be reached")  # fmt: skip
+
+
+def test_a_job_that_has_pods_and_no_allotment_is_explained(tmp_path):
+    made = SharedCluster(tmp_path)
+    try:
+        for name in ("b", "c"):
+            made.service.limit_node(name, NodeLimit(slots=0))
+        made.add("job", 1, 4)
+        made.job("job").memory = False
+        made.run(20)
+        made.machines["a"].link = False  # nobody has heard of its state: the pause is called off
+        made.service.ask("job", PauseAsked())
+        made.run(40)
+        assert made.status("job").allotment is None
+        sharing = made.service.sharing()
+        (job,) = sharing.jobs
+        assert (job.allotted, job.nodes) == (2, {"a": 2})
+        assert of(sharing, "job").startswith("job runs with 2 pods (1 to 4) since")
+    finally:
+        made.end_server(kill=True)
+
+
+def test_a_job_whose_state_is_on_a_node_without_room_waits_for_that_node():
+    job = shared_job("job", home="b", started_at=0.0)
+    full = cluster(job, nodes=(shared_node(), shared_node("b", slots=1, used_others=1)))
+    assert "on b, which has its state and has no room; when it starts is not" in of(full, "job")
+    away = cluster(job, nodes=(shared_node(), shared_node("b", alive=False)))
+    assert "on b, which has its state and cannot be reached; when it" in of(away, "job")
+    assert "there is room for it now" in of(cluster(replace(job, home="a")), "job")
 
 
 def test_who_is_being_paused_keeps_nobody_from_being_told_what_would_be_sooner():

@@ -4,7 +4,7 @@ Source: https://github.com/kserve/open-inference-protocol. The spec comes from a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -12,9 +12,11 @@ from google.protobuf.message import DecodeError
 
 from distill_reader.errors import (
     BadRequest,
+    DistillError,
     ModelNotFound,
     TeacherFailed,
     TeacherGone,
+    TransientFailure,
     UsageError,
 )
 from distill_reader.model.specs import ModelSpec
@@ -50,12 +52,8 @@ class OipGrpcClient:
         self.endpoint = connection.endpoint
         self._connection = connection
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
-        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
-        answer = connection.call(
-            f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
-        )
-        self._spec = oip_messages.decode_metadata(answer)
-        self._served = _ServedVersion(self.endpoint)
+        self._spec = self._describe(timeout_s)
+        self._served = _ServedVersion(self.endpoint, self._spec, self._describe)
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
@@ -77,12 +75,19 @@ class OipGrpcClient:
             response = oip_messages.decode_response(answer)
         except BadRequest as error:
             raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
-        self._served.check(response)
+        self._served.check(response, timeout_s)
         return pick_outputs(self.endpoint, wanted, response.outputs)
 
     def close(self) -> None:
         """See TeacherClient."""
         self._connection.close()
+
+    def _describe(self, timeout_s: float) -> ModelSpec:
+        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
+        answer = self._connection.call(
+            f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
+        )
+        return oip_messages.decode_metadata(answer)
 
     def _list_models(self, timeout_s: float) -> list[str]:
         """Return the models that are ready; Triton's extension of the protocol."""
@@ -146,11 +151,8 @@ class OipHttpClient:
             connection.refuse(live)
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
         self._path = f"/v2/models/{quote(self._model, safe='')}"
-        answer = connection.request("GET", self._path, timeout_s=timeout_s)
-        if answer.status != 200:
-            connection.refuse(answer)
-        self._spec = oip_json.decode_metadata(bytes(answer.body))
-        self._served = _ServedVersion(self.endpoint)
+        self._spec = self._describe(timeout_s)
+        self._served = _ServedVersion(self.endpoint, self._spec, self._describe)
         self._requests = 0
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
@@ -190,12 +192,18 @@ class OipHttpClient:
                 f"{self.endpoint}: its answer is to request {response.request_id[:40]!r}, not "
                 f"{request_id!r}"
             )
-        self._served.check(response)
+        self._served.check(response, timeout_s)
         return pick_outputs(self.endpoint, wanted, response.outputs)
 
     def close(self) -> None:
         """See TeacherClient."""
         self._connection.close()
+
+    def _describe(self, timeout_s: float) -> ModelSpec:
+        answer = self._connection.request("GET", self._path, timeout_s=timeout_s)
+        if answer.status != 200:
+            self._connection.refuse(answer)
+        return oip_json.decode_metadata(bytes(answer.body))
 
     def _list_models(self, timeout_s: float) -> list[str]:
         """Return the models that are ready; Triton's extension of the protocol."""
@@ -226,18 +234,39 @@ class OipHttpClient:
 class _ServedVersion:
     """Notices that a teacher has replaced its model while the connection stood, as Triton can."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(
+        self, endpoint: str, spec: ModelSpec, describe: Callable[[float], ModelSpec]
+    ) -> None:
+        """
+        Args:
+            spec: as the connection began.
+            describe: reads it again, within some seconds.
+        """
         self._endpoint = endpoint
+        self._spec = spec
+        self._describe = describe
         self._version = ""  # of the answers so far; "": they name none
 
-    def check(self, response: OipResponse) -> None:
+    def check(self, response: OipResponse, timeout_s: float) -> None:
         """Raises: TeacherGone: the model is another one now, so its metadata must be read again."""
-        if self._version and response.version not in ("", self._version):
+        version, before = response.version, self._version
+        if version in ("", before):
+            return
+        if before or (version != self._spec.version and self._has_changed(timeout_s)):
             raise TeacherGone(
-                f"{self._endpoint}: answers by version {response.version[:40]!r} of the model, and "
-                f"did so by {self._version[:40]!r}"
+                f"{self._endpoint}: answers by version {version[:40]!r} of the model, and "
+                f"{'did so' if before else 'was asked'} by {(before or self._spec.version)[:40]!r}"
             )
-        self._version = self._version or response.version
+        self._version = version
+
+    def _has_changed(self, timeout_s: float) -> bool:
+        """Return whether the model was replaced; else any of the versions listed may answer."""
+        try:
+            return self._describe(timeout_s) != self._spec
+        except TransientFailure:
+            raise
+        except DistillError as error:
+            raise TeacherGone(f"{self._endpoint}: its model has changed: {error}") from error
 
 
 def _only(endpoint: str, names: Sequence[str]) -> str:

@@ -138,6 +138,7 @@ class OipGrpcTeacher:
     ) -> None:
         self._models, self._typed, self._before = models, typed, before
         self.version = ""  # by which it says that it answers
+        self.versions = ["1", "2"]  # that it lists
         self.metadata: list[dict[str, str]] = []  # of the calls
         self._pool = ThreadPoolExecutor(4)
         self._server = grpc.server(self._pool, options=[("grpc.max_receive_message_length", -1)])
@@ -186,7 +187,7 @@ class OipGrpcTeacher:
         name = OIP["ModelMetadataRequest"].FromString(request).name
         if name != "sums":
             context.abort(grpc.StatusCode.NOT_FOUND, f"unknown model {name}")
-        return OIP["ModelMetadataResponse"](**_METADATA)
+        return OIP["ModelMetadataResponse"](**{**_METADATA, "versions": self.versions})
 
     def _infer(self, message: bytes, context: Any) -> Any:
         self._before(context)

@@ -221,6 +221,46 @@ def test_an_answer_to_another_request_is_none(run):
 
 
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
+@pytest.mark.parametrize(
+    ("version", "versions", "is_gone"),
+    [
+        pytest.param("3", ["2", "3"], True, id="replaced"),
+        pytest.param("1", ["1", "2"], False, id="one of those that it lists"),
+        pytest.param("x", ["1", "2"], False, id="lists others than it has"),
+        pytest.param("", ["2", "3"], False, id="tells nothing"),
+    ],
+)
+def test_a_model_that_is_replaced_before_its_first_answer_is_noticed(
+    run, scheme: str, version: str, versions: list[str], is_gone: bool
+):
+    listed = ["1", "2"]
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        status, fields, content = answer_oip(method, path, headers, body)
+        if "infer" in path:
+            length = int(fields["Inference-Header-Content-Length"])
+            head = json.loads(content[:length]) | {"model_version": version}
+            text = json.dumps(head).encode()
+            fields = {"Inference-Header-Content-Length": str(len(text))}
+            return status, fields, text + content[length:]
+        if path.endswith("/sums"):
+            content = json.dumps(json.loads(content) | {"versions": listed}).encode()
+        return status, fields, content
+
+    teacher = run(OipGrpcTeacher() if scheme == "grpc" else HttpTeacher(answer))
+    client = connect(f"{scheme}://{teacher.endpoint}")
+    teacher.version, teacher.versions = version, versions
+    listed = versions
+    if is_gone:
+        with pytest.raises(TeacherGone, match=r"by version '3' of the model, .* by '2'"):
+            client.predict(feeds(2), ["total"], timeout_s=30)
+    else:
+        for _ in range(2):
+            check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    client.close()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
 def test_a_model_that_is_replaced_while_the_connection_stands_is_noticed(run, scheme):
     versions = ["3"]
 

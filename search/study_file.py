@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from job_server.api.amounts import cores, megabytes, seconds
 from job_server.api.errors import ConfigError
 from job_server.api.wire import TRAIN_LOSS, USUAL_SPARES, JobSpec, WireError, check_id, check_range
+from job_server.api.yaml_text import load_yaml
 
 MAX_NAME_CHARS = 60  # of a study: its jobs' names are longer
 _PARAMETER = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}\Z")
@@ -143,14 +142,11 @@ def read_study(path: Path) -> StudySpec:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"), lists=None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise ConfigError(f"{path} line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+    except WireError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected fields of a study, such as 'name: cells'")
     return data

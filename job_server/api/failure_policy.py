@@ -115,16 +115,10 @@ def read_policy(text: str) -> tuple[FailureRule, ...]:
     Raises:
         WireError: it is not YAML, or a rule is wrong; the text names rule, key, value and remedy.
     """
-    import yaml  # only here: a launcher that reads messages needs none
+    # Here: a launcher, which reads messages, needs no YAML.
+    from job_server.api.yaml_text import load_yaml
 
-    try:
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise WireError(f"line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise WireError(f"not YAML: {error}") from None
-    return read_rules(data)
+    return read_rules(load_yaml(text))
 
 
 def read_policy_file(flag: str, name: str) -> tuple[FailureRule, ...]:

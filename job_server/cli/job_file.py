@@ -4,13 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from job_server.api.amounts import cores, megabytes, seconds
 from job_server.api.codec import Message, WireError, encode
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import FailureRule, read_policy_file, read_rules
 from job_server.api.wire import HangLimits, JobSpec, ScriptSpec
+from job_server.api.yaml_text import load_yaml
 
 _SHORT = {"name": "job_id", "min": "min_pods", "max": "max_pods"}
 
@@ -70,14 +69,11 @@ def _failure_policy(name: str, given: object) -> tuple[FailureRule, ...]:
 
 def _load(name: str) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        data = load_yaml(Path(name).read_text(encoding="utf-8"), lists=("args",))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file: {name} cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        raise ConfigError(f"--file: {name} line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"--file: {name}: not YAML: {error}") from None
+    except WireError as error:
+        raise ConfigError(f"--file: {name}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"--file: {name}: expected fields of a job, such as 'name: digits'")
     return data
@@ -121,7 +117,8 @@ def _read_fault_tolerant(name: str, data: dict[str, Any]) -> None:
 def _argument(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(
-            f"--file: {name}: args: expected texts and numbers, such as [--lr, 0.1], got {value!r}"
+            f"--file: {name}: args: expected texts and numbers, such as [--lr, 0.1], got "
+            f"{value!r}; write another in quotes"
         )
     return str(value)
 

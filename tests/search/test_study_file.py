@@ -118,6 +118,20 @@ def test_what_a_file_cannot_say_is_refused_by_name(tmp_path, text, says):
     assert says in str(refused.value)
 
 
+def test_a_choice_comes_to_the_script_as_it_is_written(tmp_path):
+    least = LEAST.replace("parameters: {lr: {low: 1e-4, high: 0.1, log: true}}\n", "")
+    study = read(
+        tmp_path,
+        f"{least}parameters:\n  a: [on, off, true]\n  b: {{choices: [80:10, 70:20]}}\n"
+        "  c: [1.10, 1.1, 16]\n",
+    )
+    assert study.parameters == {
+        "a": Choice(choices=("on", "off", True)),
+        "b": Choice(choices=("80:10", "70:20")),
+        "c": Choice(choices=("1.10", 1.1, 16)),
+    }
+
+
 @pytest.mark.parametrize("missing", ["name", "folder", "metric", "direction", "trials", "epochs"])
 def test_what_has_no_default_has_to_be_there(tmp_path, missing):
     rest = [line for line in LEAST.splitlines() if not line.startswith(missing)]
@@ -126,8 +140,10 @@ def test_what_has_no_default_has_to_be_there(tmp_path, missing):
 
 
 def test_what_is_no_study_is_refused_with_the_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"study.yaml line 2: not YAML"):
+    with pytest.raises(ConfigError, match=r"study.yaml: line 2: not YAML"):
         read(tmp_path, "name: a\n\tb: c\n")
+    with pytest.raises(ConfigError, match="line 3: not YAML: the key 'name' comes twice; leave"):
+        read(tmp_path, "name: a\ntrials: 3\nname: b\n")
     with pytest.raises(ConfigError, match="expected fields of a study, such as 'name: cells'"):
         read(tmp_path, "- a\n")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -41,6 +41,7 @@ def test_a_single_value_stands_for_a_list():
     [
         ("exit_code: 3", "expected a list of rules, such as '- {exit_code: 3, then: fail}'"),
         ("- [", "line 1: not YAML"),
+        ("- {signal: [SIGBUS], then: fail, signal: SIGKILL}", "the key 'signal' comes twice"),
         ("- 3", "rule 1: expected keys, such as 'exit_code: 3', got 3"),
         ("- {then: fail}\n- {exitcode: 3, then: fail}", "rule 2: unknown key 'exitcode'; known: "),
         ("- {exit_code: 3}", "rule 1: then: missing"),

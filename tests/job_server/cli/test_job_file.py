@@ -48,6 +48,21 @@ def test_a_job_has_arguments_for_its_script(tmp_path):
     assert read(path, "--args=--lr 0.2 --name 'd e'").args == ("--lr", "0.2", "--name", "d e")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "80:10:10", "00012", "1_000", "0x1F", "2:30", "1.10", "1.0e-3", "1e3", ".5", "5.", "on",
+        "yes", "2024-01-02", "0b1", "1:30.5", "007",
+    ],
+)  # fmt: skip
+def test_an_argument_comes_to_the_script_as_it_is_written(tmp_path, text):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: a\nargs: [--split, {text}]\n")
+    assert read(path).args == ("--split", text)
+    path.write_text(f"name: a\nargs:\n- --split\n- {text}\n")
+    assert read(path).args == ("--split", text)
+
+
 def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_size(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("name: a\nmin: 2\nmax: 2\nfault_tolerant: false\n")
@@ -72,6 +87,12 @@ def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_siz
         ("name: a\nfault_tolerant: 1", "fault_tolerant: expected true or false"),
         ("name: a\nargs: [--flip, true]", "args: expected texts and numbers, such as [--lr, 0.1]"),
         ("name: a\nargs: --lr 0.1", "args: expected"),
+        ("name: a\nargs: [~]", "got None; write another in quotes"),
+        ("name: a\nargs: [a]\nmin: 1\nargs: [b]", "line 4: not YAML: the key 'args' comes twice"),
+        ("name: a\nscript: {kind: walk, kind: none}", "line 2: not YAML: the key 'kind' comes"),
+        ("name: a\nmax_run_time: 1:30", "max_run_time: expected a time, such as 90 s"),
+        ("name: a\nmin: 010", "min_pods: expected int"),
+        ("name: 2024-13-45", "not YAML: month must be in 1..12"),
         ("name: a\nscript: train.py", "what trains is train.sh in the job's folder"),
         ("name: a\npriority: 5", "priority: only of a job that shares the cluster; add share"),
         ("name: a\nshare: true\npods: 3", "pods: the server chooses how many pods"),

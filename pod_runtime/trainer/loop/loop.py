@@ -16,7 +16,7 @@ from pod_runtime.trainer.data.sampling import SampledOrders
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
 from pod_runtime.trainer.data.streams import BeginOfEpoch, borrowed_numbers, seed_epoch
-from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
+from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.plain_values import as_list, to_float
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
@@ -200,6 +200,7 @@ class Loop:
         self._reader_factory = reader
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
+        self._has_come_to_steps = False  # or to the end, where none are left
         self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
         env = TrainerEnv.read(os.environ)
@@ -413,6 +414,7 @@ class Loop:
         before = find_best(steps.stage.progress.best, metric)
         if before is not None and before.mode != mode:
             raise UsageError(f"save_best: {metric} was kept with mode={before.mode!r} so far")
+        self._check_meets("loop.save_best")
         with self._surviving():
             steps.stage.member.come_together("loop.save_best")
             if step is None:
@@ -473,6 +475,7 @@ class Loop:
                 length=source.length or 0,
             ).of(0)  # fmt: skip
         self._entered()
+        self._check_meets("loop.evaluate")
         if self._rehearsal is not None:
             source = self._rehearsal.few(source)
         with self._surviving():
@@ -560,6 +563,24 @@ class Loop:
         self._shards_asked = True
         return self._entered().feed.shards(source, with_ids=with_ids)
 
+    def _check_meets(self, place: str) -> None:
+        """See that the trainers that stay come to this place as well, if this one is new to them.
+
+        Raises:
+            StateError: they are in the steps that follow it, or beyond.
+        """
+        if not self._joiner.joins or self._has_come_to_steps:
+            return
+        progress = self._entered().stage.progress
+        cursor = progress.cursor
+        is_before_epochs = self._epoch is None and cursor.global_step > 0
+        if cursor.step or progress.is_finished or is_before_epochs:
+            raise StateError(
+                f"{place}: this trainer joins others after step {cursor.global_step - 1}, and its "
+                f"script calls it before its first step, where they have been; all are started "
+                f"again. Call it after the epoch's steps, or start without --overlap join"
+            )
+
     # --- steps
 
     def _find_epoch(self) -> EpochPosition:
@@ -571,6 +592,7 @@ class Loop:
     def _run_epoch(self) -> Iterator[Step]:
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
+        self._has_come_to_steps = True
         if not self._is_noted:
             self._is_noted = True
             self._framework.state.uncarried_changes()  # remembers what the model is like
@@ -725,6 +747,7 @@ class Loop:
         """Have the final checkpoint on disk, and report that the training is done."""
         if self._finished:
             return
+        self._has_come_to_steps = True
         steps = self._entered()
         steps.feed.close()
         while not steps.stage.is_saved:

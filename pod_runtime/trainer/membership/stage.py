@@ -221,6 +221,11 @@ class StageJoiner:
         return self._overlaps
 
     @property
+    def joins(self) -> bool:
+        """It began among trainers that stay, and has been in no other stage since."""
+        return self._joins
+
+    @property
     def shards(self) -> int:
         """The number of shards, V, before the state is known; a stored one is preferred."""
         settings = self._settings

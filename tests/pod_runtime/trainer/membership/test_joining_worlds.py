@@ -114,6 +114,26 @@ def test_who_comes_new_with_an_edited_script_trains_with_nobody(training):
     assert new.trainers[0].process.wait(60) == 75
 
 
+def test_who_comes_new_does_not_evaluate_what_the_others_have_behind_them(training):
+    """Above the steps: it met a step's exchange, and aborted."""
+    made = training(2, "--evaluates_first", "--samples", "6400")  # 200 steps follow
+    stage = made.start_and_step(1)
+    new = made.join(stage, [0, None])
+    new.wait_prepared()
+    stage.cut(patient=True)
+    step = stage.drained()
+    new.commit((stage.number, step), local_on_all_nodes=True)
+    comes = new.trainers[1]
+    assert comes.process.wait(60) == 1
+    text = f"loop.evaluate: this trainer joins others after step {step - 1}, and its"
+    assert text in comes.log.read_text()
+    assert new.trainers[0].process.wait(60) == 75
+    again = made.job.start(2, *made.args, restore_from=made.job.newest())
+    again.go()
+    again.wait_step(step + 2)
+    made.finish(again)
+
+
 def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
     made = training(3)
     stage = made.start_and_step(2)

@@ -106,7 +106,7 @@ loop = elastic.Loop(
 for epoch in loop.epochs():
     drawn = random.random() if args.draws else 0.0
     if args.evaluates_first:
-        loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
+        loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=args.samples)
     for step in epoch:
         if args.draws and not step.is_warmup:
             with (args.out / f"drawn.{epoch.number}").open("a") as file:

@@ -311,7 +311,9 @@ def loader_items(
         keyed,
         batches(),
         collate=CarryingCollate(collate),
-        options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
+        options=carrying_options(
+            {"num_workers": source.num_workers, **source.worker_options}, keyed.begin_worker
+        ),
         on_host=on_host,
     )
     return (

@@ -7,12 +7,13 @@ nor on when they were replaced, as long as the stream yields the same whenever i
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pod_runtime.trainer.data.streams import (
     FrameworkStreams,
     NumbersOfItsOwn,
     seed_stream,
+    show_dataset,
 )
 from pod_runtime.trainer.data.worker_errors import read_or_fail
 from pod_runtime.trainer.errors import UsageError
@@ -20,16 +21,10 @@ from pod_runtime.trainer.errors import UsageError
 logger = logging.getLogger(__name__)
 
 
-class StreamStreams(FrameworkStreams, Protocol):
-    """The part of `FrameworkData` that this module needs."""
-
-    def worker_info(self) -> Any | None: ...
-
-
 class StreamFetcher:
     """Reads a stream in this process, with random numbers that the training does not share."""
 
-    def __init__(self, dataset: Any, streams: StreamStreams, seed: int) -> None:
+    def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
         self._samples = _Samples(dataset, streams, seed)
         self._numbers = NumbersOfItsOwn(streams)
 
@@ -45,9 +40,16 @@ class KeyedStream:
     A sample that cannot be read is a `worker_errors.Failed`.
     """
 
-    def __init__(self, dataset: Any, streams: StreamStreams, seed: int) -> None:
+    def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
         self._samples = _Samples(dataset, streams, seed)
         self.newest = (0, 0)  # index that was read
+        self._dataset = dataset
+        self._streams = streams
+
+    def begin_worker(self) -> None:
+        info = self._streams.worker_info()
+        show_dataset(info, self._dataset)
+        self._samples.is_first_reader = read_alone(info)
 
     def __getitem__(self, index: tuple[int, int]) -> Any:
         epoch, position = self.newest = index
@@ -57,10 +59,24 @@ class KeyedStream:
         return 1 << 62  # nobody asks how much there is: the order says how far to read
 
 
+def read_alone(info: Any | None) -> bool:
+    """Tell a worker that it is the only one; return whether it is the first.
+
+    A stream that shares itself out among workers, or that `worker_init_fn` shares out, is to yield
+    all of it to each of them.
+    """
+    if info is None or info.num_workers == 1:
+        return True
+    is_first = info.id == 0
+    object.__setattr__(info, "id", 0)  # both frameworks let nobody assign it
+    object.__setattr__(info, "num_workers", 1)
+    return bool(is_first)
+
+
 class _Samples:
     """The samples of a stream, which is opened anew in each epoch, and again when it has ended."""
 
-    def __init__(self, dataset: Any, streams: StreamStreams, seed: int) -> None:
+    def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
         self._dataset = dataset
         self._streams = streams
         self._seed = seed
@@ -69,7 +85,7 @@ class _Samples:
         self._times = 0  # that it was opened in this epoch
         self._opened_at = 0  # position at which it was opened for the last time
         self._items: Iterator[Any] = iter(())
-        self._is_first_reader = True
+        self.is_first_reader = True
 
     def at(self, epoch: int, position: int) -> Any:
         """Return the sample at `position`; those before it are passed over."""
@@ -90,7 +106,7 @@ class _Samples:
                     raise UsageError(
                         f"train_set: the stream {type(self._dataset).__name__} yields nothing"
                     ) from None
-                if self._times == 1 and self._epoch == 0 and self._is_first_reader:
+                if self._times == 1 and self._epoch == 0 and self.is_first_reader:
                     logger.info(
                         "the stream %s has ended after %d samples, and is opened again: an epoch "
                         "has as many steps as steps_per_epoch says",
@@ -102,12 +118,6 @@ class _Samples:
                 return sample
 
     def _open(self) -> None:
-        # A stream that shares itself out among workers is to yield all of it to each of them.
-        info = self._streams.worker_info()
-        if info is not None and info.num_workers > 1:
-            self._is_first_reader = info.id == 0
-            object.__setattr__(info, "id", 0)  # both frameworks let nobody assign it
-            object.__setattr__(info, "num_workers", 1)
         seed_stream(self._streams, self._seed, self._epoch, self._times)
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._epoch)

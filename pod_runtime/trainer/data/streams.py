@@ -47,6 +47,8 @@ class FrameworkStreams(Protocol):
 
     def set_rng_state(self, state: Any) -> None: ...
 
+    def worker_info(self) -> Any | None: ...
+
 
 def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int) -> None:
     """Give sample `sample_id` of `epoch` its own streams."""
@@ -290,6 +292,9 @@ class KeyedDataset:
         self._seed = seed
         self.newest = (0, 0)  # index that was read
 
+    def begin_worker(self) -> None:
+        show_dataset(self._streams.worker_info(), self._dataset)
+
     def __getitem__(self, index: tuple[int, int]) -> Any:
         epoch, sample_id = self.newest = index
         seed_sample(self._streams, self._seed, epoch, sample_id)
@@ -299,10 +304,19 @@ class KeyedDataset:
         return len(self._dataset)
 
 
+def show_dataset(info: Any | None, dataset: Any) -> None:
+    """Have `get_worker_info().dataset` be the script's own."""
+    if info is not None:
+        object.__setattr__(info, "dataset", dataset)  # both frameworks let nobody assign it
+
+
 class Keyed(Protocol):
     """What a loader's workers read, with streams of its own."""
 
     newest: tuple[int, int]  # epoch and id of what it has read last
+
+    def begin_worker(self) -> None:
+        """Have the framework tell this worker about the script's dataset, as it would alone."""
 
     def __getitem__(self, index: tuple[int, int]) -> Any: ...
 

@@ -60,19 +60,21 @@ def read_or_fail(read: Callable[[], Any]) -> Any:
 class CarryingInit:
     """Wraps a loader's `worker_init_fn`: if it raises, all that the worker reads is a `Failed`."""
 
-    def __init__(self, init: Callable[[int], Any]) -> None:
-        self._init = init
+    def __init__(self, init: Callable[[int], Any] | None, begin: Callable[[], None]) -> None:
+        """`begin` is called before."""
+        self._init, self._begin = init, begin
 
     def __call__(self, worker: int) -> None:
         global _failed_start
-        made = read_or_fail(lambda: self._init(worker))
+        self._begin()
+        init = self._init
+        made = None if init is None else read_or_fail(lambda: init(worker))
         _failed_start = made if isinstance(made, Failed) else None
 
 
-def carrying_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loader's options, with what its workers begin with wrapped."""
-    init = options.get("worker_init_fn")
-    return {**options, "worker_init_fn": None if init is None else CarryingInit(init)}
+def carrying_options(options: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """Return a loader's options, with what its workers begin with wrapped, and `begin` before."""
+    return {**options, "worker_init_fn": CarryingInit(options.get("worker_init_fn"), begin)}
 
 
 class CarryingCollate:

@@ -110,7 +110,9 @@ def _read(
         keyed,
         iter([[(epoch, sample_id) for sample_id in ids] for ids in batches]),
         collate=CarryingCollate(KeyedCollate(collate, data, seed, keyed)),
-        options=carrying_options({"num_workers": source.num_workers, **source.worker_options}),
+        options=carrying_options(
+            {"num_workers": source.num_workers, **source.worker_options}, keyed.begin_worker
+        ),
     )
     for batch in loader:
         yield raise_if_failed(batch)

@@ -87,11 +87,12 @@ def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) ->
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
     wanted: Iterator[list[Any]] = iter([[(0, sample) for sample in samples]])
+    keyed = KeyedDataset(source.dataset, data, seed)
     loader = data.loader(
-        KeyedDataset(source.dataset, data, seed),
+        keyed,
         wanted,
         collate=CarryingCollate(source.collate or data.collate),
-        options=carrying_options({**source.worker_options, "num_workers": 1}),
+        options=carrying_options({**source.worker_options, "num_workers": 1}, keyed.begin_worker),
     )
     batch = next(loader)
     next(loader, None)  # nothing is left: here the framework ends the worker, and not before

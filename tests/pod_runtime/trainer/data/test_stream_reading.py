@@ -21,6 +21,7 @@ class WorkerInfo:
 
     id: int
     num_workers: int
+    dataset: Any = None
 
 
 class Stream:
@@ -103,6 +104,7 @@ def test_every_worker_sees_the_whole_stream_though_it_shares_itself_out_among_th
         streams = Streams(WorkerInfo(number, 3))
         stream = Stream(streams)
         keyed = KeyedStream(stream, streams, 5)
+        keyed.begin_worker()
         mine = range(number, 10, 3)
         assert [keyed[(0, position)] for position in mine] == [expected[at] for at in mine]
         assert stream.opened == 1

@@ -113,6 +113,39 @@ def begin(_worker: int) -> None:
     next(iter(()))
 
 
+class Opened(Numbers):
+    """What a worker begins with opens its file, and says which part of a stream it reads."""
+
+    handle, part = 0.0, (5, 5)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(2, index, np.float32), self.handle
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        first, parts = self.part
+        return (self[index] for index in range(first, 8, parts))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_a_worker_begins_with_finds_the_scripts_dataset(framework, is_stream):
+    data, stream = framework
+
+    def open_it(_worker: int) -> None:
+        info = data.worker_info()
+        info.dataset.handle, info.dataset.part = 1.0, (info.id, info.num_workers)
+
+    dataset = type("Opened", (Opened, stream), {})() if is_stream else Opened()
+    made, ranges = reader(data, dataset, None if is_stream else 8, worker_init_fn=open_it)
+    try:
+        taken = [made.take(each, 30.0) for each in ranges]
+    finally:
+        made.close()
+    values = [[each.tolist() for each in one.batch] for one in taken]
+    assert [first[0] for inputs, _handles in values for first in inputs] == [*range(8)]
+    assert {handle for _inputs, handles in values for handle in handles} == {1.0}
+
+
 @pytest.fixture(params=["paddle", "torch"])
 def framework(request) -> tuple[Any, Any]:
     """Return the framework's data, and its kind of stream."""
@@ -129,7 +162,7 @@ def framework(request) -> tuple[Any, Any]:
 def reader(data: Any, dataset: Any, length: int | None = 8, **more: Any) -> tuple[Any, list[Any]]:
     shuffle = None if length is None else False
     source = source_of(dataset, batch_size=2, shuffle=shuffle, num_workers=1)
-    source = replace(source, worker_options=more)
+    source = replace(source, num_workers=1 if length else 2, worker_options=more)
     run = RunInfo(seed=0, epochs=1, dataset_length=length, shuffle=False, drop_last=False)
     plan = BatchPlan(batch_size=2, shards=1, dataset_length=length, steps_per_epoch=4)
     order = ShardOrder(run, plan, rank_shards(0, 1, 1))

@@ -26,6 +26,7 @@ from job_server.jobs.events import (
     Preceded,
     RequestRefused,
     ServerRestarted,
+    StopAsked,
     Tick,
 )
 from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
@@ -195,6 +196,9 @@ class Engine:
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
                     self.drop_or_retry(entry)
+                elif entry.forget and entry.job.goal.ends_as is None:
+                    # A server of the version before was killed before it had the job stopped.
+                    self._step_or_log(entry, StopAsked())
             self.share_wanted = True
             self.converge()
         self.timer_due = time.monotonic()
@@ -355,14 +359,34 @@ class Engine:
         Raises:
             Conflict: the state machine refused the event.
         """
-        if entry.was_away:  # it comes before all else, however long it cannot be written
+        self._enter_absence(entry)
+        self._apply(entry, event)
+
+    def stop_and_forget(self, entry: JobEntry, *, discard: bool) -> None:
+        """Stop a job that is to be forgotten once it has ended, in one transaction."""
+        self._enter_absence(entry)
+        known, newest = entry.forget, entry.events.value
+        entry.forget = True
+        try:
+            if not entry.state.ended:
+                self._apply(entry, StopAsked(discard=discard))
+            if not known and entry.events.value == newest:  # it was being stopped, or had ended
+                self.store.save_job(entry.spec.job_id, wire.encode(entry.job), forget=True)
+        except Exception:
+            entry.forget = known
+            raise
+
+    def _enter_absence(self, entry: JobEntry) -> None:
+        """Have a job know that the server was away: that comes before all else, however long it
+        cannot be written.
+        """
+        if entry.was_away:
             entry.was_away = False
             try:
                 self._apply(entry, ServerRestarted())
             except StoreTrouble:
                 entry.was_away = True
                 raise
-        self._apply(entry, event)
 
     def _apply(self, entry: JobEntry, event: Event) -> None:
         now = self.now()

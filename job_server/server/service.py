@@ -18,7 +18,6 @@ from job_server.jobs.events import (
     LauncherAttached,
     LauncherReported,
     NodeReported,
-    StopAsked,
 )
 from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
 from job_server.server.polls import JsonReply, Topic
@@ -177,14 +176,7 @@ class JobService:
                 engine.converge()
                 raise NotFound(f"job_id: job {job_id!r}, which could not be read, was deleted")
             entry = self._entry(job_id)
-            if not entry.forget:
-                engine.store.save_job(job_id, wire.encode(entry.job), forget=True)
-                entry.forget = True
-            if not entry.state.ended:
-                try:
-                    engine.apply(entry, StopAsked(discard=discard))
-                except Conflict as error:
-                    logger.info("job %s: deleted; %s", job_id, error)
+            engine.stop_and_forget(entry, discard=discard)
             answer = self._status_now(entry)
             if entry.state.ended and job_id in engine.jobs:
                 engine.drop_or_retry(entry)

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from job_server.api import wire
 from job_server.api.errors import Conflict, StoreTrouble
 from job_server.jobs.events import StopAsked
+from job_server.jobs.work import Goal
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing import job_types
@@ -23,6 +25,7 @@ from job_server.training.core.job import Announced, Job
 from job_server.training.core.work import Work
 from job_server.training.rules import converge
 from tests.job_server.serving import browse, cpu_node, open_service
+from tests.job_server.stories import FaultyStore
 from tests.support import ROOT, wait_until
 
 SPEC = wire.JobSpec(job_id="digits", max_pods=2)
@@ -259,6 +262,58 @@ def test_a_job_that_is_being_deleted_is_not_taken_for_the_one_that_is_submitted(
         service.report_node("node-a", wire.NodeReport(node_id="node-a"))
         assert service.job_ids() == []
         assert service.submit(SPEC).status == 201
+
+
+@pytest.mark.parametrize(("fails_in", "is_deleted"), [(0, False), (1, True)])
+def test_a_delete_is_one_write_and_is_made_or_changes_nothing(tmp_path, fails_in, is_deleted):
+    store = FaultyStore(str(tmp_path / "server.db"))
+    with closing(JobService(store)) as service:
+        service.start()
+        service.submit(SPEC)
+        service.register(cpu_node())
+        running = wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", pods=(running,)))
+        entry = service.engine.jobs["digits"]
+        store.fails_in = fails_in
+        with nullcontext() if is_deleted else pytest.raises(StoreTrouble):
+            service.delete("digits")
+        store.fails_in = None
+        assert entry.forget is is_deleted
+        assert (entry.job.goal is Goal.STOP) is is_deleted
+        (stored,) = store.jobs()
+        assert stored.forget is is_deleted
+
+
+def test_a_job_that_is_being_stopped_already_is_deleted_or_is_not(tmp_path):
+    store = FaultyStore(str(tmp_path / "server.db"))
+    with closing(JobService(store)) as service:
+        service.start()
+        service.submit(SPEC)
+        service.register(cpu_node())
+        running = wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", pods=(running,)))
+        service.ask("digits", StopAsked())
+        store.is_full = True
+        with pytest.raises(StoreTrouble):
+            service.delete("digits")
+        assert not service.engine.jobs["digits"].forget
+        store.is_full = False
+        service.delete("digits")
+        assert [each.forget for each in store.jobs()] == [True]
+
+
+def test_a_delete_of_which_only_half_was_written_is_made_when_the_server_starts(tmp_path):
+    path = str(tmp_path / "server.db")
+    with closing(JobService(Store(path))) as service:
+        service.start()
+        service.submit(SPEC)
+        entry = service.engine.jobs["digits"]
+        # as a server of the version before did, which was killed after that
+        service.engine.store.save_job("digits", wire.encode(entry.job), forget=True)
+        entry.forget = True  # closing it writes the job once more
+    with closing(JobService(Store(path))) as service:
+        service.start()
+        assert service.job_ids() == []
 
 
 def test_an_old_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):

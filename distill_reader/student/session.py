@@ -194,6 +194,7 @@ class ReaderSession:
             self._ready.notify_all()
         for stream in self._streams:
             stream.stop()
+            stream.meter.waits_no_more()
         threads = self.threads
         if threading.current_thread() in (self._thread, *threads):
             return  # called by the garbage collector
@@ -234,8 +235,6 @@ class ReaderSession:
                 self._is_waiting = True
                 self._ready.wait()
                 self._is_waiting = False
-                for stream in self._streams:
-                    stream.meter.waits_no_more()
 
     def _pop(self) -> list[tuple[ReaderItem, ...]]:
         """Return the items that all services have answered. The caller has the lock.
@@ -251,9 +250,12 @@ class ReaderSession:
         self._room.notify()
         count = min([len(stream.answered) for stream in streams])
         taken = [tuple([stream.answered.popleft() for stream in streams]) for _ in range(count)]
-        samples = sum([items[0].samples for items in taken])
-        for stream in streams:
-            stream.meter.consumed(samples)
+        for stream, items in zip(streams, zip(*taken, strict=True), strict=False):
+            stream.meter.consumed(sum([item.samples for item in items if item.answers]))
+            if all(item.answers or not item.samples for item in items):
+                stream.meter.waits_no_more()
+            else:  # skipped: whatever the consumer does meanwhile, it lacks predictions
+                stream.meter.waits()
         return taken
 
     # --- the generator's thread

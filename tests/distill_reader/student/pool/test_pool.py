@@ -279,6 +279,31 @@ def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later
     reading.finish()
 
 
+def test_samples_that_are_skipped_do_not_count_as_fed_and_their_consumer_waits(read):
+    teacher, meter = FakeTeacher("a:1"), Meter()
+    reading = read(teacher, timeout_s=0.2, skips=True, meter=meter, max_bytes=1 << 12)
+    reading.more(20)
+    measured = meter.read()
+    assert measured is not None
+    assert measured.samples_per_s > 0
+    teacher.kill()
+    wait_until(lambda: reading.found[-1][1] is None, what="samples are skipped")
+    meter._forget()
+    reading.more(100)
+    time.sleep(0.1)
+    measured = meter.read()
+    assert measured is not None
+    assert measured.samples_per_s == 0
+    assert measured.wait_share > 0.9
+    teacher.come_back()
+    wait_until(lambda: reading.found[-1][1] is not None, what="the teacher is back")
+    teacher.kill()
+    wait_until(lambda: reading.found[-1][1] is None, what="samples are skipped")
+    reading.finish()
+    reading.session.close()
+    assert meter._began_wait_s is None
+
+
 def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_answer(
     read, monkeypatch
 ):

@@ -466,7 +466,13 @@ class StageJoiner:
             StateError: the state was made with another seed, other data or other batches.
         """
         run, shards, where = self._run(), self._settings.shards, f"the state of step {status.step}"
-        check_same_run(status, run=run, batch_size=self.source.batch_size, where=where)
+        check_same_run(
+            status,
+            run=run,
+            batch_size=self.source.batch_size,
+            where=where,
+            seeding=self.framework.seeding,
+        )
         promise = continued_promise(status, self._settings.promise, where)
         if promise != status.promise:
             logger.info("promise: %s was made with %r, goes on with %r",

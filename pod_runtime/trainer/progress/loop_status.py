@@ -124,8 +124,13 @@ def continued_promise(stored: LoopStatus, promise: str, where: str) -> str:
     return promise
 
 
-def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: str) -> None:
+def check_same_run(
+    stored: LoopStatus, *, run: RunInfo, batch_size: int, where: str, seeding: str
+) -> None:
     """Refuse to continue a training with other data, or with batches cut in another way.
+
+    Args:
+        seeding: how a script seeds the framework's generators.
 
     Raises:
         StateError: names the first setting that differs, both values and the remedy.
@@ -149,6 +154,6 @@ def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: 
     if None not in subsets and subsets[0] != subsets[1]:
         raise StateError(
             f"train_set: {where} was made with other samples than this script's Subset holds; "
-            f"paddle.io.random_split draws others in every process: call paddle.seed(...) "
-            f"before it, or start afresh with another checkpoint path"
+            f"random_split draws others in every process: call {seeding} before it, or start "
+            f"afresh with another checkpoint path"
         )

@@ -77,6 +77,7 @@ def paddle_framework(
     return Framework(
         module=__name__,
         axis="axis",
+        seeding="paddle.seed(...)",
         terms=lambda: terms_of(model, optimizers, on_host=on_host),
         group=group,
         state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),

@@ -86,6 +86,7 @@ def torch_framework(
     return Framework(
         module=__name__,
         axis="dim",
+        seeding="torch.manual_seed(...)",
         terms=lambda: terms_of(model, optimizers, device),
         group=group,
         state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),

@@ -1,7 +1,7 @@
 """Plain values of a state: what layers say of themselves, and objects of the script."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from pod_runtime.trainer.errors import StateError
@@ -40,6 +40,26 @@ def own_copy(value: Any) -> Any:
     if type(value) is list or type(value) is tuple:
         return type(value)([each if type(each) in _PLAIN else own_copy(each) for each in value])
     return value.detach().clone() if hasattr(value, "detach") else value
+
+
+def with_parts(whole: Any, of: Callable[[Any], Any]) -> Any:
+    """Return a copy of a container of the same kind, with `of(part)` in each part's place.
+
+    What is no container is returned as it is.
+    """
+    if isinstance(whole, tuple):
+        parts = [of(each) for each in whole]
+        return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
+    if isinstance(whole, list):
+        made: Any = copy.copy(whole)  # a subclass may be made of something else
+        made[:] = [of(each) for each in whole]
+        return made
+    if isinstance(whole, MutableMapping):
+        made = copy.copy(whole)
+        for name in whole:
+            made[name] = of(whole[name])
+        return made
+    return whole
 
 
 def as_list(things: Any) -> list[Any]:

@@ -8,6 +8,10 @@ import paddle
 from paddle.base import core
 from paddle.io.dataloader.collate import default_collate_fn
 
+from pod_runtime.trainer.frameworks.plain_values import with_parts
+
+_NO_TENSORS = "OSUMm"  # kinds of arrays: objects, texts, dates
+
 
 class PaddleData:
     """Batches on the training's device; Paddle's generators are those of the process."""
@@ -37,12 +41,8 @@ class PaddleData:
 
     def to_batch(self, fields: Any) -> Any:
         if isinstance(fields, np.ndarray):
-            return paddle.to_tensor(fields)
-        if isinstance(fields, list | tuple):
-            return type(fields)(self.to_batch(each) for each in fields)
-        if isinstance(fields, dict):
-            return {name: self.to_batch(each) for name, each in fields.items()}
-        return fields
+            return fields if fields.dtype.kind in _NO_TENSORS else paddle.to_tensor(fields)
+        return with_parts(fields, self.to_batch)
 
     def loader(
         self,

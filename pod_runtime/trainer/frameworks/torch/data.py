@@ -5,7 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from pod_runtime.trainer.frameworks.plain_values import with_parts
+
+_NO_TENSORS = "OSUMm"  # kinds of arrays: objects, texts, dates
 
 
 class TorchData:
@@ -46,16 +51,15 @@ class TorchData:
 
     def to_batch(self, fields: Any) -> Any:
         if isinstance(fields, np.ndarray):
-            fields = torch.from_numpy(fields if fields.flags.writeable else fields.copy())
+            if fields.dtype.kind in _NO_TENSORS:
+                return fields
+            is_plain = fields.flags.writeable and min(fields.strides, default=0) >= 0
+            fields = torch.from_numpy(fields if is_plain else fields.copy())
         if isinstance(fields, torch.Tensor):
             return fields.to(self._device, non_blocking=True)
-        if isinstance(fields, tuple) and hasattr(fields, "_fields"):
-            return type(fields)(*(self.to_batch(each) for each in fields))
-        if isinstance(fields, list | tuple):
-            return type(fields)(self.to_batch(each) for each in fields)
-        if isinstance(fields, dict):
-            return {name: self.to_batch(each) for name, each in fields.items()}
-        return fields
+        if isinstance(fields, PackedSequence):  # keeps its sizes on the host
+            return fields.to(self._device, non_blocking=True)
+        return with_parts(fields, self.to_batch)
 
     def loader(
         self,

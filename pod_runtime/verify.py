@@ -152,8 +152,8 @@ def _as_text(path: str, account: LedgerAccount, result: LedgerCheck) -> list[str
             f"  superseded: stage {each.stage}, steps {row.first_step}-{row.last_step} "
             f"of epoch {row.epoch} (done again, do not count)"
         )
-    samples = _samples(account, result.complete_epochs)
     if result.complete_epochs:
+        samples = _samples(account, result.complete_epochs)
         last = result.complete_epochs - 1
         lines.append(f"epochs 0-{last}: {samples}" if last else f"epoch 0: {samples}")
     if result.last_epoch_samples:

@@ -210,8 +210,15 @@ class InlineReader:
 class ThreadReader:
     """Moves what an iterator yields into a short queue, in a thread."""
 
-    def __init__(self, start: Callable[[], Iterator[ShardBatch]]) -> None:
-        """`start` is called in the thread, and its iterator closed there."""
+    def __init__(
+        self, start: Callable[[], Iterator[ShardBatch]], *, counts_samples: bool = True
+    ) -> None:
+        """
+        Args:
+            start: is called in the thread, and its iterator closed there.
+            counts_samples: see that a batch has as many samples as its shard, by its first axis.
+        """
+        self._counts_samples = counts_samples
         atexit.register(self.close)  # a thread inside framework code can hang the exit
         self._queue: queue.Queue[ShardBatch | BaseException] = queue.Queue(maxsize=2)
         self._stop = threading.Event()
@@ -238,7 +245,7 @@ class ThreadReader:
                 f"reader: expected (epoch, step, shard) {wanted}, it yielded {item[:3]}; it has to "
                 f"begin at the cursor and keep the order"
             )
-        found = _length(item.batch)
+        found = _length(item.batch) if self._counts_samples else None
         if found is not None and found != shard_range.samples:
             raise UsageError(
                 f"reader: shard {shard_range.shard} of epoch {shard_range.epoch}, step "

@@ -109,5 +109,6 @@ class ShardFeed:
                 source, order, cursor, self._stage.framework.data,
                 to_epoch_end=not source.keeps_workers,
             )  # fmt: skip
-            return ThreadReader(lambda: items)
+            # Which samples are read is known; collate_fn may put them along any axis.
+            return ThreadReader(lambda: items, counts_samples=False)
         return InlineReader(source, order, self._stage.framework.data)

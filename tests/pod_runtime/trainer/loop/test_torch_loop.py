@@ -183,6 +183,25 @@ def test_a_collate_function_draws_the_same_wherever_it_is_called(is_stream: bool
     assert rates(2) == alone
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_may_be_along_any_axis_of_a_batch(workers: int):
+    """As PyTorch's pad_sequence has it: (time, samples)."""
+
+    def time_first(samples: list[Any]) -> Any:
+        return nn.utils.rnn.pad_sequence([torch.ones(2 + index % 3) for _x, index in samples])
+
+    model = nn.Linear(1, 1)
+    loader = DataLoader(DATA, batch_size=10, collate_fn=time_first, num_workers=workers)
+    loop = elastic.Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, epochs=1)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                assert batch.shape == (4, 10)
+                step.backward(model(batch.unsqueeze(2)).mean())
+            step.update()
+    assert loop.step_count == 2
+
+
 class Endless(IterableDataset):
     """Draws from the same generator as the collate function."""
 

@@ -44,6 +44,11 @@ class DataSource:
         """The dataset is one that can only be read from its beginning on."""
         return self.dataset is not None and self.length is None
 
+    @property
+    def knows_epochs(self) -> bool:
+        """The dataset alone says when an epoch ends."""
+        return self.length is not None and self.sampling is None
+
 
 def make_source(
     train_set: Any,

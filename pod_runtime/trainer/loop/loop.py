@@ -197,6 +197,12 @@ class Loop:
         if self._source.length is None and steps_per_epoch is None:
             what = "a stream" if self._source.is_stream else "a reader without a dataset"
             raise UsageError(f"steps_per_epoch: {what} needs it; it says when an epoch ends")
+        if steps_per_epoch is not None and self._source.knows_epochs:
+            raise UsageError(
+                f"steps_per_epoch: got {steps_per_epoch}, but the {self._source.length} samples of "
+                f"the dataset say when an epoch ends; leave it out. For shorter epochs pass a "
+                f"DataLoader whose sampler draws fewer: RandomSampler(dataset, num_samples=...)"
+            )
         self._reader_factory = reader
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V

@@ -136,6 +136,13 @@ def test_a_training_that_was_left_amid_an_epoch_goes_on_with_the_same_samples(tm
     assert verify([str(tmp_path)]) == 0
 
 
+def test_a_first_epoch_that_is_not_over_is_verified_as_far_as_it_is(tmp_path, capsys):
+    train(make(chosen(), checkpoint=tmp_path, save_steps=1), stop_at=2)
+    finish_writing()
+    assert verify([str(tmp_path)]) == 0
+    assert "so far of 20 that Chosen drew" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("data", [growing, chosen])
 def test_a_finished_training_goes_on_with_the_samplers_order_when_more_epochs_are_asked_for(
     tmp_path, data
@@ -168,6 +175,11 @@ def test_a_sampler_that_was_edited_amid_an_epoch_is_refused_and_another_one_alwa
             lambda: chosen(count=4),
             {"drop_last": True},
             "gave 4 samples for epoch 0, which make no b",
+        ),
+        (
+            Numbers,
+            {"batch_size": 6, "steps_per_epoch": 2},
+            r"steps_per_epoch: got 2, but the 30 samples .* leave it out.*num_samples=",
         ),
         (Stream, {"batch_size": 4}, "steps_per_epoch: a stream needs it"),
         (Stream, {"batch_size": 4, "steps_per_epoch": 2, "reader": iter}, "leave train_set out"),

@@ -54,11 +54,16 @@ def require(module: str, reason: str) -> None:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
-    """Return once `condition()` is true; fail the test when it is not within `timeout_s`."""
+    """Return once `condition()` is true; fail the test when it is not within `timeout_s`.
+
+    It asks less often as time goes by: a question may keep a server, and other tests, busy.
+    """
     deadline = time.monotonic() + timeout_s
+    pause_s = 0.005
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or condition}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.05)
 
 
 @contextlib.contextmanager

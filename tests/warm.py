@@ -46,11 +46,12 @@ class WarmProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (3600 if timeout is None else timeout)
+        deadline, pause_s = time.monotonic() + (3600 if timeout is None else timeout), 0.005
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
-            time.sleep(0.01)
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, 0.05)
         return code
 
     def send_signal(self, number: int) -> None:

@@ -14,6 +14,7 @@ from job_server.api.codec import WireError
 from job_server.api.command_line import version
 from job_server.api.errors import ConfigError, Conflict
 from job_server.api.local_servers import listed
+from job_server.api.wire import JobState
 from job_server.cluster.change_script import parse_script, timeline
 from job_server.server.app import create_app
 from job_server.server.config import ServerConfig, read_config
@@ -114,15 +115,14 @@ def _add_default_job(service: JobService, config: ServerConfig) -> None:
             job.job_id,
         )
         return
-    ended = next(
-        (s.state for s in service.statuses() if s.job_id == job.job_id and s.state.ended), None
-    )
-    if not created and ended is not None:
+    if created:
+        return
+    state = next((s.state for s in service.statuses() if s.job_id == job.job_id), None)
+    if state is not None and (state.ended or state is JobState.STOPPING):
         logger.warning(
-            "job %s: has ended (%s) and stays so; `edl delete %s` first, or another --db, "
-            "starts it from the beginning",
+            "job %s: %s; `edl delete %s` first, or another --db, starts it from the beginning",
             job.job_id,
-            ended.value,
+            f"has ended ({state.value}) and stays so" if state.ended else "is being stopped",
             job.job_id,
         )
 

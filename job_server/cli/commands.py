@@ -290,6 +290,11 @@ def _submit(api: ApiClient, args: argparse.Namespace) -> None:
             f"{status.job_id} has ended ({status.state.value}) and stays so; `edl delete "
             f"{status.job_id}` first, or give another --name"
         )
+    if status.state is wire.JobState.STOPPING:
+        raise JobServerError(
+            f"{status.job_id} is being stopped, and ends; `edl delete {status.job_id}`, and submit "
+            "it again once it is gone, or give another --name"
+        )
     _show(status, args)
     if status.spec.share and not args.json:
         print(f"`edl explain {status.job_id}` says when it starts, and why")

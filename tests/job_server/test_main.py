@@ -14,7 +14,7 @@ from job_server.api import wire
 from job_server.api.errors import ConfigError
 from job_server.api.wire import ScriptKind
 from job_server.server.config import read_config
-from tests.job_server.serving import InThread, ServerProcess, running_server
+from tests.job_server.serving import InThread, ServerProcess, cpu_node, running_server
 from tests.support import ROOT, free_port
 
 
@@ -188,6 +188,18 @@ def test_an_ended_default_job_is_not_run_again_by_a_restart(tmp_path):
         server.start()
         assert api.status("default_job").state.value == "STOPPED"
         assert "edl delete default_job" in server.log()
+
+
+def test_a_restart_says_that_its_job_is_being_stopped(tmp_path):
+    with running_server(tmp_path) as server, server.api() as api:
+        slots = tuple(wire.Slot(index=index, kind=wire.SlotKind.CPU) for index in range(8))
+        api.register_node(cpu_node(job_id="default_job", slots=slots))
+        pod = wire.PodState(pod_id="pod_0_0", job_id="default_job", phase=wire.PodPhase.RUNNING)
+        api.node_report(wire.NodeReport(node_id="node-a", pods=(pod,)))
+        assert api.stop("default_job").state is wire.JobState.STOPPING
+        server.stop()
+        server.start()
+        assert "job default_job: is being stopped; `edl delete default_job` first" in server.log()
 
 
 def test_a_job_in_the_database_stands_above_the_command_line(tmp_path):

@@ -431,6 +431,29 @@ def test_a_job_that_has_ended_is_not_said_to_be_submitted(run):
     run("delete", "over")
 
 
+def test_a_job_that_is_being_stopped_is_not_said_to_be_submitted(server, run):
+    assert run("submit", "--job_id", "going")[0] == 0
+    with server.api() as api:
+        api.register_node(cpu_node("node-g", job_id="going", port_low=23200, port_high=23299))
+        pod = wire.PodState(pod_id="pod_0_0", job_id="going", phase=wire.PodPhase.RUNNING)
+        api.node_report(wire.NodeReport(node_id="node-g", pods=(pod,)))
+        api.stop("going")
+        assert api.status("going").state is wire.JobState.STOPPING
+        code, out = run("submit", "--job_id", "going")
+        assert code == 1
+        assert "going is being stopped, and ends; `edl delete going`, and submit it again" in out
+        api.delete("going")
+        code, out = run("submit", "--job_id", "going")
+        assert (code, "'going' is being deleted; submit it again once it is gone" in out) == (
+            1,
+            True,
+        )
+        api.node_report(wire.NodeReport(node_id="node-g"))
+        assert run("submit", "--job_id", "going")[0] == 0
+        api.delete("going")
+        api.node_report(wire.NodeReport(node_id="node-g", leaving=True))
+
+
 def test_what_a_script_wrote_does_not_move_the_cursor(server, run):
     with server.api() as api:
         api.submit(wire.JobSpec(job_id="colourful", max_failures=0))

@@ -15,7 +15,8 @@ _SHORT = {"name": "job_id", "min": "min_pods", "max": "max_pods"}
 
 
 def read_job_file(name: str) -> dict[str, Any]:
-    """Return fields of a JobSpec, not yet checked but for their names.
+    """Return fields of a JobSpec, not yet checked but for their names; and `fault_tolerant: False`
+    where the file says so, for `check_fixed_size` once the flags have been applied.
 
     Beside the fields' own names the file may have `name`, `min` and `max`, `resources` of a trainer
     (`cpu`, `memory`), `max_run_time` and `fault_tolerant`.
@@ -31,8 +32,7 @@ def read_job_file(name: str) -> dict[str, Any]:
     if "max_run_time" in data:
         _once(name, data, "max_run_time", "max_run_time_s")
         data["max_run_time_s"] = _value(name, "max_run_time", data.pop("max_run_time"), seconds)
-    if "fault_tolerant" in data:
-        _read_fault_tolerant(name, data)
+    tolerant = "fault_tolerant" not in data or _read_fault_tolerant(name, data)
     if isinstance(data.get("after"), str):
         data["after"] = [data["after"]]
     if isinstance(data.get("args"), list):
@@ -53,7 +53,7 @@ def read_job_file(name: str) -> dict[str, Any]:
         _check_keys(name, "hang_limits.", data["hang_limits"], HangLimits)
     if "failure_policy" in data:
         data["failure_policy"] = encode(_failure_policy(name, data["failure_policy"]))
-    return data
+    return data if tolerant else data | {"fault_tolerant": False}
 
 
 def _failure_policy(name: str, given: object) -> tuple[FailureRule, ...]:
@@ -98,20 +98,30 @@ def _read_resources(name: str, data: dict[str, Any]) -> None:
         data[field] = _value(name, f"resources.{key}", value, read)
 
 
-def _read_fault_tolerant(name: str, data: dict[str, Any]) -> None:
+def _read_fault_tolerant(name: str, data: dict[str, Any]) -> bool:
     """Without it the first failure ends the job; then it cannot change its size either."""
     tolerant = data.pop("fault_tolerant")
     if not isinstance(tolerant, bool):
         raise ConfigError(f"--file: {name}: fault_tolerant: expected true or false")
-    if tolerant:
-        return
-    if data.get("min_pods", 1) != data.get("max_pods", 1):
+    if not tolerant:
+        _once(name, data, "fault_tolerant", "max_failures")
+        data["max_failures"] = 0
+    return tolerant
+
+
+def check_fixed_size(name: str, fields: dict[str, Any]) -> None:
+    """Check the size of a job that tolerates no failure.
+
+    Raises:
+        ConfigError: it is not fixed.
+    """
+    least, most = fields.get("min_pods", 1), fields.get("max_pods", 1)
+    if fields.get("max_failures") == 0 and least != most:
         raise ConfigError(
-            f"--file: {name}: fault_tolerant: a job that tolerates no failure has a fixed size; "
-            "give max the value of min, or leave out fault_tolerant"
+            f"--file: {name}: fault_tolerant: a job that tolerates no failure has a fixed size, "
+            f"got min {least} and max {most}; give max the value of min, or leave out "
+            "fault_tolerant"
         )
-    _once(name, data, "fault_tolerant", "max_failures")
-    data["max_failures"] = 0
 
 
 def _argument(name: str, value: object) -> str:

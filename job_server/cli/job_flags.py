@@ -10,7 +10,7 @@ from job_server.api.command_line import add_hang_flags
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
-from job_server.cli.job_file import read_job_file
+from job_server.cli.job_file import check_fixed_size, read_job_file
 from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
@@ -172,6 +172,8 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
         given = getattr(args, name, None)
         if given is not None:
             fields[name] = None if given == "none" and name in _BUDGETS else given
+    if not fields.pop("fault_tolerant", True):
+        check_fixed_size(named[0], fields)
     fields["script"] = _script(args, fields.get("script", {}))
     if args.failure_policy is not None:
         rules = read_policy_file("--failure_policy", args.failure_policy)

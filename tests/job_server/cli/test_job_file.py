@@ -67,9 +67,14 @@ def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_siz
     path = tmp_path / "job.yaml"
     path.write_text("name: a\nmin: 2\nmax: 2\nfault_tolerant: false\n")
     assert read(path).max_failures == 0
+    with pytest.raises(ConfigError, match=r"fixed size, got min 2 and max 4; give max the value"):
+        read(path, "--max", "4")
+    assert read(path, "--min", "3", "--max", "3").max_pods == 3
+    assert read(path, "--max", "4", "--max_failures", "2").max_failures == 2
     path.write_text("name: a\nmax: 2\nfault_tolerant: false\n")
-    with pytest.raises(ConfigError, match=r"fault_tolerant: .* fixed size; give max the value of"):
+    with pytest.raises(ConfigError, match=r"fault_tolerant: .* fixed size, got min 1 and max 2"):
         read(path)
+    assert read(path, "--min", "2").max_failures == 0
 
 
 @pytest.mark.parametrize(

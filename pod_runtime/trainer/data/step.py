@@ -218,7 +218,8 @@ class Step(ABC):
     def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this shard's loss, weighed by its share of the global batch.
 
-        The loss is the mean over the shard, or the sum with `Loop(loss="sum")`.
+        The loss is the mean over the shard, or the sum with `Loop(loss="sum")`. The gradients of a
+        step are those of the mean over the global batch in both cases.
 
         Args:
             loss: of this shard, a tensor with a gradient.

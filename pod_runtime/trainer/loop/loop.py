@@ -128,7 +128,9 @@ class Loop:
                 batch, in so many times the shards; steps, `steps_per_epoch` and `save_steps` count
                 updates. At an epoch's end an update may take fewer; `drop_last` leaves these out.
                 With "statistics" a trainer computes its share of an update in so many pieces.
-            loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
+            loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum, which is then
+                divided by the size of the global batch: what is trained is the mean in both cases.
+                Multiply a learning rate that was found for sums by `batch_size`.
             scheduler: the optimizer's learning rate scheduler, or a list of them; of PyTorch, where
                 an optimizer does not know its own.
             scaler: the framework's loss scaler, of mixed precision.
@@ -145,7 +147,8 @@ class Loop:
             reader: reads the data in place of the loop: called as reader(ReadFrom), returns an
                 iterator of (epoch, step, shard, fields...) in order, as `shards` gives them; called
                 again whenever the trainers change.
-            steps_per_epoch: for a reader without a dataset, a stream, or a sampler without an end.
+            steps_per_epoch: for a reader without a dataset, a stream, or a sampler without an end;
+                a dataset without a sampler says itself when an epoch ends.
             snapshot_steps: steps between snapshots in memory; "auto": as many as keep the stall
                 below 1 % of the time.
             all_reduce: "flat" sums all gradients at once after the last shard; "overlapped" sums

@@ -139,7 +139,9 @@ class Rehearsal:
         if loss == "mean" and len(parts) > 1 and abs(factor / of_sums - 1) < _FACTOR:
             self.findings.append(
                 f"loss: in {len(parts)} shards it is {factor:.2f} times that of the whole batch: "
-                f"the body gives a sum over the samples; say Loop(loss='sum'), or take the mean"
+                f"the body gives a sum over the samples; take the mean, or say Loop(loss='sum'), "
+                f"which divides it by the size of the global batch: multiply a learning rate that "
+                f"was found for sums by that"
             )
         elif loss == "sum" and len(parts) > 1 and abs(factor / len(parts) - 1) < _FACTOR:
             self.findings.append(

@@ -85,7 +85,11 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
         r".* of 1 here: .*; and name the dimension that squeeze\(\) takes out, squeeze\((AXIS)\)",
         True,
     ),
-    "sum": ({"BODY": SUM}, r"script\.py:\d+: loss: in 3 shards it is 0\.3\d times", True),
+    "sum": (
+        {"BODY": SUM},
+        r"script\.py:\d+: loss: in 3 shards it is 0\.3\d times.*multiply a learning rate",
+        True,
+    ),
     "sum that is said": ({"BODY": SUM, "ARGUMENTS": "loss='sum'"}, "no findings", False),
     "mean for a sum": (
         {"ARGUMENTS": "loss='sum'"}, "it is 3.00 times.*leave out Loop.loss='sum'", True,

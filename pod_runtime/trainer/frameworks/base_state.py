@@ -189,14 +189,21 @@ class BaseState(ABC):
         if self._scaler is not None:
             found["scaler"] = to_plain("scaler", self._scaler.state_dict())
         if self._extra:
+            flat = {name: nested(name, thing) for name, thing in self._extra.items()}
             found["extra"] = {
                 name: {
                     path: to_plain(path, value)
-                    for path, value in nested(name, thing).items()
+                    for path, value in leaves.items()
                     if not is_tensor(value)
                 }
-                for name, thing in self._extra.items()
+                for name, leaves in flat.items()
             }
+            found["arrays"] = [  # of numpy, among the tensors
+                f"extra/{name}/{path}"
+                for name, leaves in flat.items()
+                for path, value in leaves.items()
+                if isinstance(value, np.ndarray)
+            ]
         return found
 
     def _extra_tensors(self) -> list[tuple[str, Any]]:
@@ -254,7 +261,8 @@ class BaseState(ABC):
             optimizer.load(specs, source, plain)
         if self._scaler is not None and scalars.get("scaler"):
             self._load_scaler(scalars["scaler"])
-        self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
+        arrays = set(scalars.get("arrays", ()))
+        self._load_extra(by_group["extra"], source, scalars.get("extra", {}), arrays)
         for optimizer, _specs, plain in self._parts({}, scalars):
             optimizer.load_plain(plain)
         self.note_committed()
@@ -289,7 +297,11 @@ class BaseState(ABC):
         yield from zip(self._optimizers, parts, scalars["optimizers"], strict=True)
 
     def _load_extra(
-        self, specs: Mapping[str, StateTensor], source: Any, plain: Mapping[str, Any]
+        self,
+        specs: Mapping[str, StateTensor],
+        source: Any,
+        plain: Mapping[str, Any],
+        arrays: Collection[str],
     ) -> None:
         tools = self._tensor_tools
         for name, thing in self._extra.items():
@@ -297,7 +309,8 @@ class BaseState(ABC):
             for path, spec in specs.items():
                 owner, _, rest = path.partition("/")
                 if owner == name:
-                    flat[rest] = tools.make_tensor(source, spec)
+                    make = _make_array if spec.name in arrays else tools.make_tensor
+                    flat[rest] = make(source, spec)
             if flat:
                 self._load_object(thing, unflatten(flat))
 
@@ -384,3 +397,9 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def _make_array(source: Any, spec: StateTensor) -> Any:
+    """Return a copy of these bytes as an array of numpy."""
+    piece = source[spec.offset : spec.offset + spec.size_bytes]
+    return piece.view(spec.dtype).reshape(spec.shape).copy()

@@ -162,6 +162,7 @@ def test_objects_of_the_script_travel_with_the_state():
     _framework, model, _optimizer, _scheduler = make("scheduler")
     counts = Counts()
     counts.state = {"mean": paddle.to_tensor([1.0, 2.0]), "deep": {"n": 7}, "name": "b"}
+    counts.state["deep"]["history"] = np.array([[1, 2], [3, 4]])
     mine = paddle_framework(model, _optimizer, header_size=HEADER, extra={"counts": counts})
     step(mine, model, 1)
     layout, data, scalars = take(mine)
@@ -172,6 +173,9 @@ def test_objects_of_the_script_travel_with_the_state():
     framework = paddle_framework(other, optimizer, header_size=HEADER, extra={"counts": fresh})
     framework.state.load(layout, memoryview(data), scalars)
     assert fresh.state["mean"].tolist() == [1.0, 2.0]
+    history = fresh.state["deep"].pop("history")
+    assert isinstance(history, np.ndarray)
+    assert history.tolist() == [[1, 2], [3, 4]]
     assert (fresh.state["deep"], fresh.state["name"]) == ({"n": 7}, "b")
 
 

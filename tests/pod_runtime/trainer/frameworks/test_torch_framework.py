@@ -209,7 +209,12 @@ def test_tied_weights_and_a_layout_in_memory_of_their_own_are_carried():
 def test_objects_of_the_script_travel_with_the_state():
     one, other = Training("milestones"), Training("milestones", seed=2)
     one.extra.state = {"mean": torch.tensor([1.0, 2.0]), "deep": {"n": 7}, "name": "b"}
+    one.extra.state["deep"]["history"] = np.array([[1, 2], [3, 4]])
     other.load(one)
+    history = other.extra.state["deep"].pop("history")
+    assert isinstance(history, np.ndarray)
+    assert history.tolist() == [[1, 2], [3, 4]]
+    history += 1
     assert other.extra.state["mean"].tolist() == [1.0, 2.0]
     assert (other.extra.state["deep"], other.extra.state["name"]) == ({"n": 7}, "b")
 

@@ -174,6 +174,7 @@ class Step(ABC):
         self._begin()
         if self._is_watched and not self._at:
             self._before = self._framework.state.fingerprints(of_model=True)
+            self._watch_shards()
         while self._at < len(self._ranges):
             shard_range = self._ranges[self._at]
             batch = self._read(shard_range)
@@ -184,6 +185,12 @@ class Step(ABC):
             self._close_shard()
         self._close_shard()
         self._end_shards()
+
+    def _watch_shards(self) -> None:  # noqa: B027
+        """Note that the shards of a step begin that is watched."""
+
+    def _watch_shard(self) -> None:  # noqa: B027
+        """Note that one of them was computed."""
 
     def _end_shards(self) -> None:  # noqa: B027
         """Note that the script has gone through all shards of this rank; most need nothing."""
@@ -335,6 +342,7 @@ class Step(ABC):
             self._framework.step.end_shard()
             if self._is_watched:
                 self._framework.step.check_shard()
+                self._watch_shard()
             if self._before and self._at == len(self._ranges):
                 self._check_unchanged()
 

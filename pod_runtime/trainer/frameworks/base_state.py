@@ -377,6 +377,10 @@ class BaseState(ABC):
         """Set the modes of these layers."""
         self._traits.set_modes(modes)
 
+    def numbers_of_layers(self) -> dict[str, float]:
+        """Return the numbers that layers have as attributes, by what to call them."""
+        return self._traits.numbers()
+
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
         return self._traits.uncarried_changes()

@@ -111,6 +111,15 @@ class BaseTraits(ABC):
                     self._set(self._things[owner], name, value)
         return sorted(changed.keys() - self._things.keys())
 
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that layers have as attributes, by what to call them."""
+        found = {}
+        for name, layer in self._layers():
+            for attribute, value in self._read_one(f"layer/{name}", layer).items():
+                if attribute != "training" and type(value) in (int, float):
+                    found[f"{attribute} of layer {name or type(self._model).__name__}"] = value
+        return found
+
     def _is_as_built(self, owner: str, thing: Any) -> bool:
         """Whether that is seen at once."""
         return False

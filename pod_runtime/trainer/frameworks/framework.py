@@ -121,6 +121,9 @@ class FrameworkState(Protocol):
         tensors, and all of those in `extra`.
         """
 
+    def numbers_of_layers(self) -> dict[str, float]:
+        """Return the numbers that layers have as attributes, by what to call them."""
+
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
 

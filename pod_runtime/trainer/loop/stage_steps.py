@@ -13,6 +13,7 @@ from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import seed_shard, seed_step
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.plain_values import to_float
+from pod_runtime.trainer.loop.shard_counters import ShardCounters
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.agreement import ExchangeResult
@@ -42,6 +43,7 @@ class StageSteps:
         self.order, self.feed = self._read_from_cursor()
         # Version of the progress at the last evaluation or best checkpoint, where all ranks meet.
         self.came_together_at = -1
+        self.counters = ShardCounters()
         self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
         self._warned_of_loss = False  # that it is no number
         self._logged: dict[str, float] = {}  # by the script
@@ -95,6 +97,8 @@ class StageSteps:
         if result.request.snapshot or is_over or is_first:
             self._check_script()
             # What changes every other step has, between the first and the third.
+            if self.cursor.global_step == _FIRST_STEPS:
+                self._check_counters()
             if self.cursor.global_step in (1, _FIRST_STEPS) or (
                 is_over and stage.framework.beside.is_due
             ):
@@ -204,6 +208,18 @@ class StageSteps:
                 shortened(changes),
             )
 
+    def _check_counters(self) -> None:
+        found = self.counters.found()
+        if found and self.stage.member.rank == 0:
+            logger.warning(
+                "%s: moves with every shard that this trainer computes, of which a batch has %d "
+                "over all trainers: it counts something else on each of them, and without shards. "
+                "Make it a buffer, which moves once with a batch (register_buffer), or set it "
+                "before `for batch in step:`, from step.number",
+                shortened(found),
+                self.stage.progress.batches.shards,
+            )
+
     def _check_beside(self, *, is_first: bool) -> None:
         """See that nothing trains beside the loop that no state carries.
 
@@ -300,6 +316,12 @@ class TrainingStep(Step):
         loss = self._framework.step.loss(of)
         self._steps.note_loss(self.number, loss)
         return loss
+
+    def _watch_shards(self) -> None:
+        self._steps.counters.begin(self._framework.state.numbers_of_layers())
+
+    def _watch_shard(self) -> None:
+        self._steps.counters.end_shard(self._framework.state.numbers_of_layers())
 
     def _end_shards(self) -> None:
         self._seed_outside_of_shards(1 + self._updates)

@@ -232,6 +232,24 @@ def test_a_queue_of_past_batches_is_refused_where_there_are_shards(kit, dtype):
     train(kit, model, shards=1, after_shard=push)  # in one piece nothing is put together
 
 
+@pytest.mark.parametrize(("shards", "is_said"), [(2, True), (1, False)])
+def test_a_layer_that_counts_its_shards_is_named(kit, caplog, shards, is_said):
+    """As for a temperature that is annealed. Other numbers may change with a shard."""
+    model = kit.net()
+    model[0].calls, model[0].sign, model[2].size = 0, 1.0, 0
+
+    def count() -> None:
+        model[0].calls += 1
+        model[0].sign *= -1
+        model[2].size = 4
+
+    with caplog.at_level(logging.WARNING):
+        train(kit, model, shards=shards, after_shard=count)
+    said = [each for each in caplog.messages if "moves with every shard" in each]
+    assert len(said) == is_said
+    assert all(each.startswith("calls of layer 0: ") for each in said)
+
+
 def test_buffers_that_move_as_a_whole_are_not(kit):
     model = kit.net()
     kit.buffer(model, "codes", np.ones((24, 4), np.float32))

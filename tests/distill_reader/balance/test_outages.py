@@ -98,7 +98,7 @@ def test_the_only_server_that_hangs_forgets_nobody(run):
 
 
 def test_the_only_server_is_started_again_and_nothing_moves(run, monkeypatch):
-    monkeypatch.setattr(balancer, "_YOUNG_S", 15.0)  # teachers may be slow to come back
+    monkeypatch.setattr(balancer, "_RECOVERY_S", 15.0)  # teachers may be slow to come back
     first = run(LocalDiscovery)
     _, students = group(run, first.endpoint, first.endpoint, 6, 3)
     before = [student.teachers for student in students]

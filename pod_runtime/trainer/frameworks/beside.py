@@ -34,6 +34,7 @@ class Beside:
         *,
         address: Callable[[Any], int | None],
         norm: Callable[[Any], float],
+        checks: Mapping[type, Callable[[Any], None]] | None = None,
     ) -> None:
         """
         Args:
@@ -41,7 +42,9 @@ class Beside:
             model_type: what models are, with `named_parameters` and the like.
             address: returns where a tensor's values are; None: it is no tensor, or has none.
             norm: returns the sum of a tensor's absolute values.
+            checks: by their type, of other objects of the process; they raise UsageError.
         """
+        self._checks = checks or {}
         self._models, self._extra, self._model_type = models, extra, model_type
         self._address, self._norm = address, norm
         # By id: a reference that tells whether it is still the same, and marks of its tensors.
@@ -60,6 +63,10 @@ class Beside:
         Args:
             copies: also of dicts with the names of the model's tensors. From step to step these
                 are averages; later, they may be copies of a best model, made anew each time.
+                And check other objects.
+
+        Raises:
+            UsageError: one of these cannot be right.
         """
         began_at = time.monotonic()
         found, now = [], {}
@@ -91,6 +98,9 @@ class Beside:
         kinds = set(map(type, objects))
         models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
         holders_of = {kind for kind in kinds if keys and _is_of_script(kind.__module__)}
+        checked = self._checks.keys() & kinds if keys else set()
+        for each in [each for each in objects if type(each) in checked]:
+            self._checks[type(each)](each)
         models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
         wanted = models_of | holders_of | (_DICTS if keys else set())
         for each in [each for each in objects if type(each) in wanted]:

@@ -25,6 +25,11 @@ from pod_runtime.trainer.frameworks.unowned import (
 from pod_runtime.trainer.layout import ITEM_BYTES
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
+_NO_AVERAGE = (
+    "ModelAverage moves by parameters that have a gradient, and step.update() leaves none, so its "
+    "averages would be NaN; keep the average in a copy of the model, and pass that in extra= "
+    "(docs/cookbook.md, Moving average of the weights)"
+)
 _SAMPLE_BYTES = 64
 
 
@@ -72,7 +77,20 @@ def check_arguments(
     _check_extra(extra, {id(each) for model in models for each in model.parameters()})
 
 
+def check_average(average: Any, model: Any) -> None:
+    """Check that a paddle.incubate.ModelAverage is not of this model.
+
+    Raises:
+        UsageError: it is; the text says what to keep instead.
+    """
+    mine = {id(each) for each in model.parameters()}
+    if any(id(each) in mine for each in optimizer_parameters(average)):
+        raise UsageError(f"model: a paddle.incubate.{_NO_AVERAGE}")
+
+
 def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, paddle.incubate.ModelAverage):
+        raise UsageError(f"optimizer: paddle.incubate.{_NO_AVERAGE}")
     if not isinstance(optimizer, paddle.optimizer.Optimizer):
         raise UsageError(
             f"optimizer: expected one paddle.optimizer.Optimizer, got a "
@@ -96,6 +114,8 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
         raise UsageError(f"extra: expected a dict of objects, got {type(extra).__name__}")
     for name, thing in extra.items():
         kind = type(thing).__name__
+        if isinstance(thing, paddle.incubate.ModelAverage):
+            raise UsageError(f"extra: {name!r}: paddle.incubate.{_NO_AVERAGE}")
         if isinstance(thing, paddle.optimizer.Optimizer):
             raise UsageError(
                 f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "

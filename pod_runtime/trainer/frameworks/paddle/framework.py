@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import paddle
 from paddle import nn
 
 from pod_runtime.trainer.frameworks.beside import Beside
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkStep
 from pod_runtime.trainer.frameworks.paddle.checks import (
     check_arguments,
+    check_average,
     unowned_parameters,
 )
 from pod_runtime.trainer.frameworks.paddle.data import PaddleData
@@ -81,7 +83,14 @@ def paddle_framework(
         terms=lambda: terms_of(model, optimizers, on_host=on_host),
         group=group,
         state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),
-        beside=Beside(models, extra or {}, nn.Layer, address=address, norm=norm),
+        beside=Beside(
+            models,
+            extra or {},
+            nn.Layer,
+            address=address,
+            norm=norm,
+            checks={paddle.incubate.ModelAverage: lambda each: check_average(each, model)},
+        ),
         step=step,
         data=PaddleData(),
     )

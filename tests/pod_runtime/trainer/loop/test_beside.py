@@ -146,6 +146,28 @@ def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
     assert len(steps) == 3
 
 
+@pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer"])
+def test_paddles_model_average_is_refused_by_name(passed: str):
+    """It is told of gradients after an update, where the loop has cleared them."""
+    paddle = pytest.importorskip("paddle")
+    kit = Paddle()
+    model = kit.net()
+    average = paddle.incubate.ModelAverage(0.15, parameters=model.parameters())
+    other = paddle.incubate.ModelAverage(0.15, parameters=kit.net().parameters())
+    text = r"paddle\.incubate\.ModelAverage moves by .* NaN; .*cookbook"
+
+    def begin() -> None:
+        if passed == "optimizer":
+            elastic.Loop(model, average, DATA, epochs=1, batch_size=8)
+        extra = {"average": average} if passed == "extra" else None
+        train(kit, model, after_update=lambda _where: average.step(), extra=extra)
+
+    with pytest.raises(UsageError, match=text):
+        begin()
+    train(kit, kit.net())
+    assert other is not None, "of other models they may be there"
+
+
 def test_an_average_that_was_passed_is_not(kit):
     model = kit.net()
     module, shadow = Average(kit, model), Shadow(kit, model)

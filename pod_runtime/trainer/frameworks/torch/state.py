@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from pod_runtime.trainer.frameworks.torch.tensors import (
     from_plain,
     make_tensor,
     of_model,
+    plain_name,
     to_plain,
 )
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits, has_extra_state
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
-from pod_runtime.trainer.layout import StateTensor
+from pod_runtime.trainer.layout import StateLayout, StateTensor
 
+_LAYER = "layer "  # begins the name of what a layer keeps beside its tensors
 _NO_OPTIONS = frozenset(("params", "param_names"))  # of a group
 
 
@@ -51,7 +54,7 @@ class TorchState(BaseState):
             scaler,
             {
                 **extra,
-                **{f"layer {name}": LayerState(each)
+                **{f"{_LAYER}{plain_name(name)}": LayerState(each)
                    for name, each in model.named_modules() if has_extra_state(each)},
             },
         )  # fmt: skip
@@ -62,6 +65,9 @@ class TorchState(BaseState):
         """Within it the model evaluates: no gradients, evaluation mode."""
         with self._traits.evaluating(), torch.no_grad():
             yield
+
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        super().load(_plain_layout(layout), data, _plain_scalars(scalars))
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return [(f"model/{name}", each) for name, each in of_model(self._model).items()]
@@ -100,7 +106,7 @@ class TorchOptimizer:
         self._schedulers = list(schedulers)
         # Groups and schedulers' states as they were at the last commit; None: there was none.
         self._committed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-        self._names = {id(each): name for name, each in model.named_parameters()}
+        self._names = {id(each): plain_name(name) for name, each in model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
@@ -208,6 +214,46 @@ class TorchOptimizer:
             for kind, value in self._optimizer.state.get(parameter, {}).items()
             if not isinstance(value, torch.Tensor)
         }
+
+
+def _plain_layout(layout: StateLayout) -> StateLayout:
+    """Return the layout of a state by the names that it would have if no layer was compiled.
+
+    States of an older version have the others.
+    """
+    specs = tuple(replace(each, name=_plain_path(each.name)) for each in layout.specs)
+    return layout if specs == layout.specs else replace(layout, specs=specs)
+
+
+def _plain_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(scalars)
+    if "optimizers" in found:
+        found["optimizers"] = [_plain_numbers(each) for each in found["optimizers"]]
+    else:
+        found = _plain_numbers(found)
+    if "extra" in found:
+        found["extra"] = {
+            _plain_path(f"extra/{name}").removeprefix("extra/"): value
+            for name, value in found["extra"].items()
+        }
+    found["arrays"] = [_plain_path(name) for name in found.get("arrays", ())]
+    return found
+
+
+def _plain_numbers(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = scalars["optimizer_numbers"].items()
+    return {**scalars, "optimizer_numbers": {plain_name(name): each for name, each in numbers}}
+
+
+def _plain_path(path: str) -> str:
+    """Return "<group>/<name>", or "extra/<object>/<what it keeps>", with a plain name."""
+    group, _, name = path.partition("/")
+    if group != "extra":
+        return f"{group}/{plain_name(name)}"
+    owner, _, rest = name.partition("/")
+    if owner.startswith(_LAYER):
+        owner = plain_name(owner)
+    return "/".join((group, owner, rest)) if rest else f"{group}/{owner}"
 
 
 def terms_of(model: Any, optimizers: Sequence[Any], device: Any) -> dict[str, Any]:

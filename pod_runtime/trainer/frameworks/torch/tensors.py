@@ -12,16 +12,28 @@ from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import StateTensor
 
 _PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
+_COMPILED = "_orig_mod"  # what torch.compile calls the layer that it has wrapped
 _PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
+
+
+def plain_name(name: str) -> str:
+    """Return the name that something of a model has where none of its layers is compiled."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def is_compiled(layer: Any) -> bool:
+    """Whether a layer only wraps another one, for torch.compile."""
+    return _COMPILED in layer._modules
 
 
 def of_model(model: Any) -> dict[str, Any]:
     """Return a model's parameters and persistent buffers, by the names that `state_dict` has.
 
     Of a model that has made `state_dict` its own, as to leave some out or to return copies, all.
+    By the names of the plain model where a layer is compiled.
     """
     return {
-        f"{name}.{key}".removeprefix("."): tensor
+        plain_name(f"{name}.{key}".removeprefix(".")): tensor
         for name, layer in model.named_modules(remove_duplicate=False)
         for key, tensor in (*layer._parameters.items(), *layer._buffers.items())
         if tensor is not None and key not in layer._non_persistent_buffers_set

@@ -1,7 +1,7 @@
 """What a script changes of a PyTorch model besides tensors."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import nn
 
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.plain_values import is_plain
+from pod_runtime.trainer.frameworks.torch.tensors import is_compiled, plain_name
 
 # The framework's own, of any optimizer, and what a scheduler notes there.
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.Optimizer([torch.zeros(0)], {}))) | {
@@ -42,6 +43,12 @@ class TorchTraits(BaseTraits):
         self._things = self._owners()
         return super().changed()
 
+    def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        plain: Found = {}  # an older version has the names of compiled layers, the inner one last
+        for owner, values in changed.items():
+            plain.setdefault(plain_name(owner), {}).update(values)
+        return super().apply(plain)
+
     # --- modes
 
     def watch_modes(self) -> None:
@@ -68,9 +75,13 @@ class TorchTraits(BaseTraits):
         return list(self._model.named_modules())
 
     def _owners(self) -> dict[str, Any]:
-        found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
+        found: dict[str, Any] = {
+            f"layer/{plain_name(name)}": layer
+            for name, layer in self._layers()
+            if not is_compiled(layer)
+        }
         for name, parameter in self._model.named_parameters():
-            found[f"parameter/{name}"] = parameter
+            found[f"parameter/{plain_name(name)}"] = parameter
         # Such as the count of steps that an optimizer of the script's own keeps.
         found |= {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
         return found

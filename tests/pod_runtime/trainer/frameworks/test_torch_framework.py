@@ -1,10 +1,12 @@
 """The parts for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +184,81 @@ def test_a_model_that_is_compiled_has_the_names_of_the_plain_one():
         torch.compile(model, backend="eager"), optimizer, header_size=HEADER
     )
     assert [spec.name for spec in framework.state.layout().specs] == ["model/weight", "model/bias"]
+
+
+def in_part(*, compiled: bool) -> tuple[Any, Any]:
+    """Return a model that may be compiled in part, and its framework after two steps."""
+    torch.manual_seed(1 + compiled)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)), Scaled3(), nn.Linear(3, 1)
+    )
+    if compiled:
+        model[0] = torch.compile(model[0], backend="eager")
+        model[1] = torch.compile(model[1], backend="eager")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    framework = torch_framework(model, optimizer, header_size=HEADER)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, framework
+
+
+class Scaled3(nn.Linear):
+    """Keeps a number in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.kept = [0]
+
+    def get_extra_state(self) -> Any:
+        return {"kept": self.kept[0]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = [state["kept"]]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+def test_a_state_does_not_tell_whether_a_part_of_the_model_was_compiled(before, after, caplog):
+    model, framework = in_part(compiled=before)
+    part = model[0]._orig_mod if before else model[0]
+    part[1].p = 0.25
+    part.eval()
+    kept = model[1]._orig_mod if before else model[1]
+    kept.kept = [7]
+    layout = framework.state.layout()
+    names = [spec.name for spec in layout.specs]
+    assert {"model/0.0.weight", "optimizer/0.0.weight.exp_avg"} <= {*names}
+    assert not [name for name in names if "_orig_mod" in name]
+    data = bytearray(layout.total_bytes)
+    framework.state.copy_out(memoryview(data))
+    scalars = json.loads(json.dumps(framework.state.scalars()))
+    assert "_orig_mod" not in json.dumps(scalars)
+    if before:  # as a version before this one has written it
+        layout, scalars = with_compiled_names(layout, scalars)
+    other, taking = in_part(compiled=after)
+    taking.state.load(layout, memoryview(data), scalars)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    part = other[0]._orig_mod if after else other[0]
+    assert (part.training, part[1].training, part[1].p) == (False, False, 0.25)
+    assert other.training
+    assert (other[1]._orig_mod if after else other[1]).kept == [7]
+    assert "does not have" not in caplog.text
+
+
+def with_compiled_names(layout: Any, scalars: Any) -> tuple[Any, Any]:
+    def named(text: str) -> str:
+        text = re.sub(r"((?:model|optimizer|layer|parameter)/)([01])\b", r"\1\2._orig_mod", text)
+        return text.replace("layer 1", "layer 1._orig_mod")
+
+    specs = tuple(replace(each, name=named(each.name)) for each in layout.specs)
+    traits = {named(owner): values for owner, values in scalars["traits"].items()}
+    traits["layer/0"] = {"training": False}  # of what wraps it
+    extra = {named(name): values for name, values in scalars["extra"].items()}
+    return replace(layout, specs=specs), scalars | {"traits": traits, "extra": extra}
 
 
 def test_tied_weights_and_a_layout_in_memory_of_their_own_are_carried():

@@ -335,11 +335,12 @@ class TeacherPool:
                     self._refuse(teacher, flight, mapping.named(error))
                 continue
             cache = self._settings.cache
-            with self._lock:
-                is_awaited = request.is_awaited  # else it may have been altered while it was sent
-            if cache is not None and is_awaited:
-                # Before the consumer can change the arrays; only once if the request is hedged.
-                cache.keep(request, columns, mapping.served)
+            if cache is not None:
+                with self._lock:
+                    is_awaited = request.is_awaited  # else it may have been altered on its way
+                if is_awaited:
+                    # Before the consumer can change the arrays; only once if it is hedged.
+                    cache.keep(request, columns, mapping.served)
             with self._lock:
                 now = time.monotonic()
                 teacher.pace.answered(request.samples, now - flight.since_s, now)

@@ -133,7 +133,9 @@ class OipHttp:
         request = oip.infer_request(asked.request, spec, "oip-http")
         shared = _shared_inputs(asked.request, body, head_length)
         if shared is None:
-            answer = await self._calls.infer(request, size, submitted=body.release)
+            answer = await self._calls.infer(
+                replace(request, message=body.buffer), size, submitted=body.release
+            )
         else:
             body.hand_over()
             answer = await self._calls.infer(replace(request, inputs=shared), 0)

@@ -1,5 +1,7 @@
 """Paddle Serving's GeneralModelService over HTTP, with protobuf or JSON bodies."""
 
+from dataclasses import replace
+
 from aiohttp import web
 
 from distill_reader.errors import DistillError
@@ -48,7 +50,7 @@ class ServingHttp:
             asked = await self._decode(body.view, is_proto=is_proto)
             is_readable = True
             answer = await self._calls.infer(
-                serving.infer_request(asked, spec, "serving-http"),
+                replace(serving.infer_request(asked, spec, "serving-http"), message=body.buffer),
                 len(body.view),
                 submitted=body.release,
             )

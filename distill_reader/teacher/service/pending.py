@@ -226,8 +226,13 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
         for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True)
         if not isinstance(tensor, SharedTensor) or not isinstance(tensor.buffer, Slice)
     ]
+    message = [] if request.message is None else [request.message]
+
+    def allocate_for_all(size_bytes: int, held: Sequence[Buffer]) -> Slice:
+        return allocate(size_bytes, [*held, *message])
+
     buffers = buffers_of(request.inputs)
-    memory = allocate(sum(copied), buffers) if copied else None
+    memory = allocate_for_all(sum(copied), buffers) if copied else None
     try:
         pending = PendingRequest(
             model=model,
@@ -243,7 +248,7 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
         )
         expected = model.output_shapes(pending.shapes_key)
         if expected is not None:
-            pending.allocate_outputs(expected, allocate)
+            pending.allocate_outputs(expected, allocate_for_all)
     except BaseException:
         if memory is not None:
             memory.release()

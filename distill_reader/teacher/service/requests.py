@@ -43,6 +43,7 @@ class InferRequest:
     inputs: Mapping[str, Array | SharedTensor]
     fetch: tuple[str, ...] = ()  # the wanted outputs, in this order; empty: all
     protocol: str = "unknown"  # for the metrics
+    message: Buffer | None = None  # that the inputs are copied from, held until it is submitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

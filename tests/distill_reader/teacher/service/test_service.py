@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -624,6 +625,16 @@ def test_a_request_that_fits_into_no_memory_with_its_answer_is_too_large(
     assert outputs(double(1))["doubled"].all()
     with pytest.raises(RequestTooLarge, match="with its answer"):
         double(2)
+
+
+def test_the_message_of_a_request_counts_until_its_inputs_are_copied(open_service):
+    ids, scale = np.ones((1, 40_000), np.int64), np.ones((1, 1), np.int64)
+    request = InferRequest(model="", inputs={"ids": ids, "scale": scale})
+    assert outputs(open_service.submit(request))["doubled"].all()  # its size is known now
+    message = open_service._allocate(1 << 19, ())
+    with pytest.raises(RequestTooLarge, match="1164416 bytes with its answer"):
+        open_service.submit(replace(request, message=message))
+    message.release()
 
 
 def test_a_request_that_is_too_large_leaves_room_for_others_of_its_inputs(folder):

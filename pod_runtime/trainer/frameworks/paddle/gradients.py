@@ -287,10 +287,11 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
                 f"model: {name} has no values, as within paddle.LazyGuard; give it some before the "
                 f"optimizer and the Loop: parameter.initialize()"
             )
-        if tensor.is_complex():
+        if is_carried and tensor.is_complex():
             raise UsageError(
                 f"model: {name} is {dtype_name(tensor)}, which is not summed over trainers; keep "
-                f"it as real numbers: paddle.as_real, and paddle.as_complex where it is used"
+                f"it as real numbers: paddle.as_real, and paddle.as_complex where it is used; a "
+                f"constant: register_buffer(..., persistable=False)"
             )
         if name in merged and _is_beyond_float64(tensor):
             raise UsageError(

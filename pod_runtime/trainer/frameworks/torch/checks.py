@@ -124,17 +124,19 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
                 f"model: {name or 'it'} has no parameters before its first batch; give it one "
                 f"before you make the optimizer and the Loop"
             )
+    carried = {id(each) for each in of_model(model).values()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise UsageError(
                 f"model: {name} is on the device 'meta', without values; give it some before the "
                 f"optimizer and the Loop: model.to_empty(device='cpu'), and initialize it"
             )
-        if tensor.is_complex():
+        if id(tensor) in carried and tensor.is_complex():
             raise UsageError(
                 f"model: {name} is {str(tensor.dtype).removeprefix('torch.')}, which is not summed "
                 f"over trainers; keep it as real numbers: torch.view_as_real, and "
-                f"torch.view_as_complex where it is used"
+                f"torch.view_as_complex where it is used; a constant: register_buffer(..., "
+                f"persistent=False)"
             )
     trained = [each for each in model.parameters() if each.requires_grad]
     if not trained:

@@ -20,7 +20,7 @@ pytestmark = [
 SCRIPTS = ("kinds", "kinds_torch")
 TRAINED = (
     "frozen", "tied", "counting", "infinite", "copying", "sometimes", "normed", "reparametrized",
-    "number", "recurrent", "in_bfloat16", "compiled",
+    "number", "turning", "recurrent", "in_bfloat16", "compiled",
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",

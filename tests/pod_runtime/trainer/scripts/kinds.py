@@ -198,6 +198,19 @@ class Wrapped(Words):
         self.out = paddle.DataParallel(self.out)
 
 
+class Turning(Words):
+    """Turns vectors by a constant that no state has, as rotary embeddings do."""
+
+    turn: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", paddle.ones([4], dtype="complex64"), persistable=False)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.words(ids) * self.turn.real())
+
+
 class Complex(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +230,7 @@ TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
     "copying": Copying,
     "sometimes": Sometimes,
-    "normed": Normed, "reparametrized": Reparametrized, "number": Number,
+    "normed": Normed, "reparametrized": Reparametrized, "number": Number, "turning": Turning,
     "recurrent": Recurrent,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

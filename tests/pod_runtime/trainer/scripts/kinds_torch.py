@@ -196,6 +196,19 @@ class Wrapped(Words):
         self.out = nn.DataParallel(self.out)
 
 
+class Turning(Words):
+    """Turns vectors by a constant that no state has, as rotary embeddings do."""
+
+    turn: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.ones(4, dtype=torch.complex64), persistent=False)
+
+    def forward(self, ids: Any) -> Any:
+        return self.out(self.words(ids) * self.turn.real)
+
+
 class Complex(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +228,8 @@ TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
     "copying": Copying,
     "sometimes": Sometimes,
-    "normed": Normed, "reparametrized": Reparametrized, "number": Number, "in_bfloat16": Half,
+    "normed": Normed, "reparametrized": Reparametrized, "number": Number, "turning": Turning,
+    "in_bfloat16": Half,
 }  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "given late": (GivenLate, r"it has got peak since the Loop was made"),

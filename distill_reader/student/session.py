@@ -76,7 +76,7 @@ class ServiceStream:
         self.cache = settings.cache
         self.meter = meter or Meter()
         self.feed = Feed(max_bytes)
-        self.feed.may_be_alone = self.cache is not None and self.cache.is_open
+        self.feed.works_without_teachers = self.cache is not None and self.cache.is_open
         self.pool = TeacherPool(
             settings, self.feed, lock.lock, lock.ready,
             connect=connect, paces=paces, meter=self.meter,
@@ -293,7 +293,7 @@ class ReaderSession:
         streams = self._streams
         pairs = list(zip(streams, [item, *(item.clone() for _ in streams[1:])], strict=True))
         for stream, each in pairs:
-            if stream.cache is not None and self._is_cache_open(stream):
+            if stream.cache is not None and self._wait_for_cache(stream):
                 output_bytes = stream.cache.find(each)
                 if output_bytes:
                     stream.feed.expect(output_bytes)
@@ -325,12 +325,12 @@ class ReaderSession:
         variants = None if variant_position is None else column(item, variant_position)
         item.keys = make_keys(column(item, id_position), variants, item.samples)
 
-    def _is_cache_open(self, stream: ServiceStream) -> bool:
-        """Wait until a teacher has told the version to look up; False: none will."""
+    def _wait_for_cache(self, stream: ServiceStream) -> bool:
+        """Wait until the cache is open, by a teacher's version; False: none will tell it."""
         cache = stream.cache
         assert cache is not None
         with self._lock:
             while not cache.is_open and not self._is_closing and not stream.feed.gives_up:
                 self._room.wait(_VERSION_POLL_S)
-            stream.feed.may_be_alone = cache.is_open
+            stream.feed.works_without_teachers = cache.is_open
             return cache.is_open

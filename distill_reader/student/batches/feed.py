@@ -23,8 +23,8 @@ _FIRST_PART = 8  # the part of the memory bound that may be held before the firs
 # Requests with pieces of a lost teacher are smaller by this factor: the consumer waits for the
 # first of them, and cannot use the answers behind it.
 _OVERDUE_PART = 4
-# If samples of several shapes wait, the consumer waits for a request of each shape, so that their
-# requests share the size of one; but each has at least so many samples, a batch of most teachers.
+# The consumer waits for one request of every shape that waits. So with N shapes a request has 1/N
+# of the usual size, but at least this many samples: a batch of most teachers.
 _LEAST_OF_A_SHAPE = 64
 
 _order_of = attrgetter("order")
@@ -63,8 +63,8 @@ class Request:
         return sum([piece.size_bytes for piece in self.pieces])
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether nobody else has its arrays: the consumer may alter those that it was given."""
+    def is_unshared(self) -> bool:
+        """Whether the consumer has none of its items yet; those that it has it may change."""
         return not self.is_answered and all(piece.item.missing for piece in self.pieces)
 
     def feeds(self, index: int) -> list[Array]:
@@ -92,7 +92,7 @@ class Feed:
         self._popped_bytes = 0  # of the items that the consumer works on now
         self._output_bytes: int | None = None  # of one sample's predictions; None: unknown yet
         self._skips = False
-        self.may_be_alone = False  # items may need no teacher, so lacking one is not an error
+        self.works_without_teachers = False  # the cache may answer all: to lack one is no error
         self.waiting_bytes = 0
         self.waiting_samples = 0
         self.is_blocked = False  # the generator waits for room
@@ -149,7 +149,7 @@ class Feed:
     def has_waiting_for(self, teacher: str) -> bool:
         """Return whether `take` would return a request for this teacher."""
         return self._troubled_for(teacher) is not None or (
-            bool(self._waiting) and self._may_ask_for(self._first_queue()[0])
+            bool(self._waiting) and self._has_room_for_predictions(self._first_queue()[0])
         )
 
     @property
@@ -187,7 +187,7 @@ class Feed:
         return any(item.missing and item.error is None for item in self._order)
 
     def take(self, limits: RequestLimits, teacher: str) -> Request | None:
-        """Return the next request and hand it to `teacher`; None: nothing waits."""
+        """Return the next request and hand it to `teacher`; None: none may be sent."""
         troubled = self._troubled_for(teacher) if self._troubled else None
         if troubled is not None:
             self._troubled.remove(troubled)
@@ -196,7 +196,7 @@ class Feed:
         if not self._waiting:
             return None
         queue = self._first_queue()
-        if not self._may_ask_for(queue[0]):
+        if not self._has_room_for_predictions(queue[0]):
             return None
         room_bytes = self._max_bytes - self._used_bytes
         piece = queue.popleft()
@@ -435,7 +435,7 @@ class Feed:
 
     def _trouble_alone(self) -> Exception | None:
         """Return the error to raise although no item lacks an answer."""
-        return self._error if self.may_be_alone else self._trouble()
+        return self._error if self.works_without_teachers else self._trouble()
 
     def _let_go(self, item: ReaderItem) -> None:
         """Let the first item go without predictions."""
@@ -455,7 +455,7 @@ class Feed:
         """What is in memory, and the predictions that are expected of requests under way."""
         return self._held_bytes - self._reserved_bytes + self._owed_bytes
 
-    def _may_ask_for(self, piece: ItemPiece) -> bool:
+    def _has_room_for_predictions(self, piece: ItemPiece) -> bool:
         """Return whether there is room for predictions; what the consumer needs next always has."""
         return self._used_bytes <= self._max_bytes or piece.item is self._order[0]
 
@@ -488,7 +488,7 @@ class Feed:
             if (
                 piece.tries is not None
                 and piece.tries.may_ask(teacher, self._able)
-                and self._may_ask_for(piece)
+                and self._has_room_for_predictions(piece)
             ):
                 return piece
         return None

@@ -202,7 +202,7 @@ def _of_any_length(inputs: Described) -> Described:
 def _check_of(request: Request, row: int) -> int:
     """Return the checksum of one sample's inputs; 0: the consumer may have altered them."""
     check = _check_input(request.pieces, row)
-    return check if request.is_awaited else 0
+    return check if request.is_unshared else 0
 
 
 def _check_input(pieces: Sequence[ItemPiece], row: int) -> int:

@@ -3,8 +3,8 @@
 import math
 
 # Requests grow while answers take less than the first time, and shrink if they take more than the
-# second. That hides the fixed cost of a request, and a slow teacher does not hold the others up.
-# After a teacher dies, the consumer waits for a few such times. Between the two the size stays.
+# second; between the two their size stays. Large requests hide the fixed cost of each. The bound
+# keeps a slow teacher from holding up the consumer, also after a teacher has died.
 _GROWS_BELOW_S = 0.05
 _SHRINKS_ABOVE_S = 1.0
 _FIRST_SAMPLES = 32  # of a teacher that has not answered yet

@@ -337,14 +337,14 @@ class TeacherPool:
             cache = self._settings.cache
             if cache is not None:
                 with self._lock:
-                    is_awaited = request.is_awaited  # else it may have been altered on its way
-                if is_awaited:
+                    is_unshared = request.is_unshared  # else it may have been altered on its way
+                if is_unshared:
                     # Before the consumer can change the arrays; only once if it is hedged.
                     cache.keep(request, columns, mapping.served)
             with self._lock:
                 now = time.monotonic()
                 teacher.pace.answered(request.samples, now - flight.since_s, now)
-                if teacher.has_answered(now) or self._supervisor.has_given_up:
+                if teacher.note_answer(now) or self._supervisor.has_given_up:
                     self._resume()
                 flight.answered += request.samples
                 flight.advance([], now)
@@ -372,7 +372,7 @@ class TeacherPool:
                 teacher.most_bytes = min(teacher.most_bytes, max(1, request.size_bytes // 2))
                 logger.info("teacher %s", teacher.about(f"{error}; requests are smaller now"))
         if not is_cut:
-            if self._is_taken_by_others(teacher, request, now):
+            if self._is_teacher_at_fault(teacher, request, now):
                 for each in reversed(flight.left):
                     self._feed.give_back(each, teacher.endpoint)
                 flight.left = []
@@ -385,11 +385,11 @@ class TeacherPool:
         self._judge()
         self._ready.notify()
 
-    def _is_taken_by_others(self, teacher: Teacher, request: Request, now: float) -> bool:
+    def _is_teacher_at_fault(self, teacher: Teacher, request: Request, now: float) -> bool:
         """Note a refusal; return whether the teacher is at fault, and not the samples.
 
-        It is if it has answered nothing since it refused another request, and another teacher has
-        answered since. If all teachers refuse, the one that answered last finds no such teacher.
+        It is if it refused another request before and has answered nothing since, and another
+        teacher has answered since then. If all teachers refuse, the last that answered is believed.
         """
         if teacher.refused_s is None:
             teacher.refused_s = now
@@ -412,7 +412,7 @@ class TeacherPool:
                 took_s = time.monotonic() - flight.since_s
                 teacher.pace.overdue(flight.request.samples, took_s)
             if is_late or teacher.failures:
-                teacher.is_asked_in_vain(flight.since_s)
+                teacher.note_no_answer(flight.since_s)
         return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
 
     def _land(self, teacher: Teacher, flight: Flight, blame: Blame | None) -> None:
@@ -556,7 +556,7 @@ class TeacherPool:
                 rest_s = min(max(first_s, 4 * teacher.rest_s), most_s)
             teacher.rest_s = rest_s
             teacher.rest_until_s = time.monotonic() + rest_s
-            is_new = teacher.is_asked_in_vain(flight.since_s)
+            is_new = teacher.note_no_answer(flight.since_s)
             if is_new and not isinstance(error, TeacherBusy):
                 logger.warning("teacher %s", teacher.about(error))
             elif rest_s == _MOST_REST_S and str(teacher.trouble) != str(error):

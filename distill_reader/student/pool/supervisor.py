@@ -136,7 +136,7 @@ class Supervisor:
                         took_s,
                     )
                     pace.overdue(request.samples, took_s)
-                    teacher.is_asked_in_vain(flight.since_s)
+                    teacher.note_no_answer(flight.since_s)
                     hanging += registry.give_up(teacher, now)
                     break
         return hanging

@@ -66,7 +66,7 @@ class Teacher:
         self.most_bytes = MOST  # of a request, as it announces or has shown
         self.most_samples = MOST
 
-    def is_asked_in_vain(self, since_s: float) -> bool:
+    def note_no_answer(self, since_s: float) -> bool:
         """Note that a request of `since_s` got no answer; return whether that is new."""
         is_new = not self.is_fruitless
         self.is_fruitless = True
@@ -74,7 +74,7 @@ class Teacher:
             self.absent_since_s = max(since_s, self.answered_s)
         return is_new
 
-    def has_answered(self, now: float) -> bool:
+    def note_answer(self, now: float) -> bool:
         """Note an answer; return whether the teacher was unusable before."""
         self.answered_s = now
         self.refused_s = None
@@ -90,7 +90,7 @@ class Teacher:
         return True
 
     def missing_since_s(self, now: float) -> float | None:
-        """Return since when it owes an answer; None: it is on time."""
+        """Return since when it is unusable or owes an answer; None: neither."""
         owing = [flight for flight in self.flights if flight.left]  # others are about to land
         if self.absent_since_s is not None or not owing:
             return self.absent_since_s

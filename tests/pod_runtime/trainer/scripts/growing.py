@@ -34,7 +34,7 @@ class Collected:
         return {"values": self.values}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"].numpy()
+        self.values = state["values"]
 
 
 model = paddle.nn.Linear(2, 1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine is short of something
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine is short of something
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CAP_SYS_NICE = 23
@@ -134,7 +134,7 @@ def is_alive(pid: int, started: int) -> bool:
     try:
         process = _read(pid)
     except OSError as error:
-        return error.errno in _SHORT  # nobody can tell now, and who lives must not count as dead
+        return error.errno in SHORT  # nobody can tell now, and who lives must not count as dead
     return process.start_time == started and process.state not in "ZX"
 
 
@@ -213,10 +213,13 @@ def wait_gone(pid: int, started: int, timeout_s: float) -> bool:
     """Wait until the process (pid, start time) has ended; return whether it has."""
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
-        return True
+    except OSError as error:
+        if error.errno not in SHORT:
+            return True
+        time.sleep(max(0.0, timeout_s))  # nobody can tell now, and who lives must not count as gone
+        return not is_alive(pid, started)
     try:
-        if start_time(pid) != started:
+        if not is_alive(pid, started):
             return True
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)

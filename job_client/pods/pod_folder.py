@@ -11,14 +11,20 @@ A client may have been killed at any moment, so a folder's meaning depends on it
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from job_server.api.wire import NodePod, SaveState, WireError, decode, encode
 from pod_runtime import processes, shim_wire
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AGAIN_S = 0.2  # between two tries to read, where this process is short of descriptors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +117,7 @@ def find(pods_dir: Path) -> Iterator[tuple[Path, NodePod]]:
 def read_shim(folder: Path) -> ShimProcess | None:
     """Return the shim that was started for this folder, alive or not; None if there was none."""
     try:
-        data = json.loads((folder / "shim.json").read_text())
+        data = json.loads(_read_when_possible(lambda: (folder / "shim.json").read_text()))
         return ShimProcess(pid=int(data["pid"]), start_time=int(data["start_time"]))
     except FileNotFoundError:
         return None
@@ -129,10 +135,25 @@ def has_shim(folder: Path) -> bool:
 def read_exit(folder: Path) -> shim_wire.PodExit | None:
     """Return how the pod ended; None if it has not, or if that was never written."""
     try:
-        return shim_wire.read_exit(folder)
+        return _read_when_possible(lambda: shim_wire.read_exit(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s: exit.json cannot be read: %s", folder, error)
         return None
+
+
+def _read_when_possible(read: Callable[[], T]) -> T:
+    """Return what `read` returns; wait while this process has no descriptor or memory for it.
+
+    A pod that cannot be looked at must not count as one that died without a word.
+    """
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in processes.SHORT:
+                raise
+            logger.warning("how a pod is cannot be read now: %s", error)
+            time.sleep(_AGAIN_S)
 
 
 def read_saved(folder: Path) -> SaveState | None:

@@ -1,6 +1,7 @@
 """Which scripts a server may have us run."""
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from job_client.errors import PodStartError
 from job_client.pods import pod_folder
 from job_client.pods.folders import list_jobs, recipe_for
+from pod_runtime import shim_wire
+from pod_runtime.shim_wire import PodExit
 from tests.job_client.conftest import pod
+from tests.support import no_descriptor_free
 
 
 @pytest.fixture
@@ -83,6 +87,21 @@ def test_a_folder_of_an_old_pod_that_cannot_be_deleted_keeps_no_other(tmp_path):
         os.utime(folder / "released", (number, number))
     pod_folder.drop_oldest(pods, keep=1)
     assert sorted(each.name for each in pods.iterdir()) == ["pod_0_0", "pod_3_0"]
+
+
+@pytest.mark.parametrize("read", [pod_folder.read_exit, pod_folder.read_shim])
+def test_what_cannot_be_read_for_want_of_a_descriptor_is_read_later(tmp_path, read):
+    pod_folder.write_exit(tmp_path, PodExit(code=7, signal=None, reason="", last_lines=()))
+    shim_wire.write_json(tmp_path / "shim.json", {"pid": 1, "start_time": 2})
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(read(tmp_path)))
+    with no_descriptor_free():
+        reader.start()
+        reader.join(0.1)
+        assert reader.is_alive()
+    reader.join(60)
+    assert found
+    assert found[0] is not None
 
 
 def test_a_client_with_one_script_runs_no_other(make_config):

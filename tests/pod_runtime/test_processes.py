@@ -63,6 +63,7 @@ def test_who_cannot_be_looked_at_for_want_of_a_descriptor_does_not_count_as_dead
     assert started is not None
     with no_descriptor_free():
         assert processes.is_alive(os.getpid(), started)
+        assert not processes.wait_gone(os.getpid(), started, 0.01)
     assert not processes.is_alive(os.getpid(), started + 1)
 
 

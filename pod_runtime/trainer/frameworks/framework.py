@@ -265,6 +265,7 @@ class Framework:
     module: str  # which a process that is kept for a later trainer imports ahead
     axis: str  # by which argument its functions call a dimension
     seeding: str  # how a script seeds its generators
+    freezing: str  # how it freezes a parameter
     # Returns what has to be the same of model and optimizer on all ranks, as JSON types.
     terms: Callable[[], dict[str, Any]]
     group: FrameworkGroup

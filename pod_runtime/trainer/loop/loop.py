@@ -272,9 +272,10 @@ class Loop:
             )  # fmt: skip
         if unowned and is_first:
             logger.warning(
-                "no optimizer has %s: not trained; freeze what shall stay as it is "
-                "(stop_gradient = True), or give it to the optimizer",
+                "no optimizer has %s: not trained; freeze what shall stay as it is (%s), or give "
+                "it to the optimizer",
                 shortened(unowned),
+                self._framework.freezing,
             )
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)

@@ -80,6 +80,7 @@ def paddle_framework(
         module=__name__,
         axis="axis",
         seeding="paddle.seed(...)",
+        freezing="stop_gradient = True",
         terms=lambda: terms_of(model, optimizers, on_host=on_host),
         group=group,
         state=PaddleState(model, optimizers, buffers.own, unowned, scaler, extra or {}),

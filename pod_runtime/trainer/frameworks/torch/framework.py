@@ -87,6 +87,7 @@ def torch_framework(
         module=__name__,
         axis="dim",
         seeding="torch.manual_seed(...)",
+        freezing="requires_grad_(False)",
         terms=lambda: terms_of(model, optimizers, device),
         group=group,
         state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),

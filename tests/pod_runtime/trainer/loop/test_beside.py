@@ -180,6 +180,15 @@ def test_an_average_that_was_passed_is_not(kit):
     train(kit, model, after_update=update, extra=extra)
 
 
+def test_a_layer_that_no_optimizer_has_is_named_with_the_frameworks_own_words(kit, caplog):
+    model = kit.net()
+    with caplog.at_level(logging.WARNING):
+        elastic.Loop(model, kit.sgd(model[0]), DATA, epochs=1, batch_size=8)
+    (said,) = [each for each in caplog.messages if "no optimizer has" in each]
+    own = "requires_grad_(False)" if isinstance(kit, Torch) else "stop_gradient = True"
+    assert f"freeze what shall stay as it is ({own})" in said
+
+
 def test_models_that_do_not_change_may_be_there(kit, caplog):
     best: list[Any] = []
     model, teacher = kit.net(), kit.net()

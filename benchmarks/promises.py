@@ -30,7 +30,7 @@ from benchmarks.harness import HOST, block, free_port, interval
 
 RANK = "PROMISES_RANK"
 SHAPES = {"lenet": (1, 28, 28), "resnet18": (3, 32, 32)}
-BATCHES_OF_DATA = 20
+BATCHES_OF_DATA = 200
 
 
 class Torch:

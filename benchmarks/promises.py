@@ -157,8 +157,8 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
         against[name] = ["plain"]
         if args.trainers == 1 and args.batch % shards == 0:
             against[name].append(f"plain, {shards} shards")
-    for way in list(ways.values()):  # they form the group
-        block(way, 1)
+    for way in list(ways.values()):  # they form the group, and have looked for what trains beside
+        block(way, 4)
     ways |= {"plain": parts.plain(1)}
     for names in list(against.values()):
         for name in names[1:]:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.full  # loads both frameworks
+
 Pair = namedtuple("Pair", "x y")
 
 

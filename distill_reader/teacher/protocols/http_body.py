@@ -10,7 +10,7 @@ from aiohttp import web
 
 from distill_reader.protocols.arena import ALIGNMENT
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpError
+from distill_reader.teacher.protocols.http_responses import HttpError
 from distill_reader.teacher.protocols.limits import FrontLimits
 from distill_reader.teacher.service.requests import Buffer
 

@@ -12,8 +12,8 @@ from distill_reader.protocols.oip_json import HEAD_LENGTH, OipHttpRequest
 from distill_reader.protocols.oip_messages import OipRequest
 from distill_reader.teacher.protocols import oip
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpError, HttpResponse, json_answer
 from distill_reader.teacher.protocols.http_body import Body, read_body
+from distill_reader.teacher.protocols.http_responses import HttpError, HttpResponse, json_response
 from distill_reader.teacher.protocols.limits import FrontLimits
 from distill_reader.teacher.service.requests import InferAnswer, SharedTensor
 
@@ -34,17 +34,17 @@ class OipHttp:
         """
         match path:
             case []:
-                return self._get(request, lambda: json_answer(dict(oip.metadata_answer())))
+                return self._get(request, lambda: json_response(dict(oip.metadata_answer())))
             case ["health", "live"]:
-                return self._get(request, lambda: json_answer({"live": True}))
+                return self._get(request, lambda: json_response({"live": True}))
             case ["health", "ready"]:
                 return self._get(request, lambda: _ready(self._service.is_ready))
             case ["repository", "index"]:
                 check_method(request, "POST")
-                return json_answer(oip.repository_index(self._service))
+                return json_response(oip.repository_index(self._service))
             case ["models", "stats"] if "stats" not in self._service.models():
                 every = oip.statistics(self._service, "", "")
-                return self._get(request, lambda: json_answer(every))
+                return self._get(request, lambda: json_response(every))
             case ["models", name, *rest]:
                 version = ""
                 if len(rest) >= 2 and rest[0] == "versions":
@@ -64,7 +64,7 @@ class OipHttp:
 
     def error_answer(self, error: HttpError) -> HttpResponse:
         """Return the protocol's answer for an error."""
-        return json_answer(
+        return json_response(
             {"error": str(error)}, status=error.status, headers=error.headers, close=error.close
         )
 
@@ -75,18 +75,18 @@ class OipHttp:
             case []:
                 spec = oip.find_model(self._service, name, version)
                 return self._get(
-                    request, lambda: json_answer(oip_json.encode_metadata(spec, oip.PLATFORM))
+                    request, lambda: json_response(oip_json.encode_metadata(spec, oip.PLATFORM))
                 )
             case ["ready"]:
                 return self._get(request, lambda: self._model_ready(name, version))
             case ["config"]:
                 spec = oip.find_model(self._service, name, version)
                 return self._get(
-                    request, lambda: json_answer(oip.model_config(self._service, spec))
+                    request, lambda: json_response(oip.model_config(self._service, spec))
                 )
             case ["stats"]:
                 document = oip.statistics(self._service, name, version)
-                return self._get(request, lambda: json_answer(document))
+                return self._get(request, lambda: json_response(document))
             case ["infer"]:
                 check_method(request, "POST")
                 return await self._infer(request, oip.find_model(self._service, name, version))
@@ -203,4 +203,4 @@ def _head_length(request: web.BaseRequest) -> int | None:
 
 
 def _ready(is_ready: bool) -> HttpResponse:
-    return json_answer({"ready": is_ready}, status=200 if is_ready else 503)
+    return json_response({"ready": is_ready}, status=200 if is_ready else 503)

@@ -10,14 +10,14 @@ from aiohttp import http_exceptions, web
 
 from distill_reader.errors import DistillError
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import (
+from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
+from distill_reader.teacher.protocols.http_responses import (
     HttpError,
     HttpResponse,
     as_http,
-    send_answer,
-    text_answer,
+    send_response,
+    text_response,
 )
-from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
 from distill_reader.teacher.protocols.http_serving import ServingHttp
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
 from distill_reader.teacher.service.metrics import TeacherMetrics
@@ -119,7 +119,7 @@ class TeacherHttpServer:
             connection.begin()
         try:
             answer = await self._answer(request)
-            return await send_answer(request, answer, self._calls, self._limits)
+            return await send_response(request, answer, self._calls, self._limits)
         finally:
             if connection is not None:
                 connection.end()
@@ -162,7 +162,7 @@ class TeacherHttpServer:
     def _error(self, error: HttpError, *, is_oip: bool) -> HttpResponse:
         if is_oip:
             return self._oip.error_answer(error)
-        return text_answer(str(error), status=error.status, headers=error.headers)
+        return text_response(str(error), status=error.status, headers=error.headers)
 
 
 class HttpConnection(asyncio.Protocol):

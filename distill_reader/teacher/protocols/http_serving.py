@@ -9,9 +9,9 @@ from distill_reader.protocols import serving_json, serving_messages
 from distill_reader.protocols.serving_messages import SERVICE, ServingRequest, ServingResponse
 from distill_reader.teacher.protocols import serving
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpError, HttpResponse, as_http
 from distill_reader.teacher.protocols.http_body import Body, read_body
 from distill_reader.teacher.protocols.http_oip import check_method, too_much_json
+from distill_reader.teacher.protocols.http_responses import HttpError, HttpResponse, as_http
 from distill_reader.teacher.protocols.limits import FrontLimits
 
 _SERVICES = ("GeneralModelService", SERVICE)  # brpc's short name and the full one

@@ -73,7 +73,7 @@ def as_http(error: DistillError) -> HttpError:
     return HttpError(500, str(error))
 
 
-def json_answer(
+def json_response(
     document: object,
     *,
     status: int = 200,
@@ -89,7 +89,7 @@ def json_answer(
     )
 
 
-def text_answer(
+def text_response(
     text: str, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> HttpResponse:
     """Return a response with a line of text."""
@@ -100,35 +100,35 @@ def text_answer(
     )
 
 
-async def send_answer(
-    request: web.BaseRequest, answer: HttpResponse, calls: Calls, limits: FrontLimits
+async def send_response(
+    request: web.BaseRequest, response: HttpResponse, calls: Calls, limits: FrontLimits
 ) -> web.StreamResponse:
     """Send a response; return when the client has received it, so that its memory can be reused.
 
     The connection of a client that takes too long is ended.
     """
     try:
-        headers = dict(answer.headers)
-        body = b"".join(answer.parts)  # aiohttp may keep it for longer than `answer` is valid
-        if answer.may_compress and len(body) > _COMPRESS_FROM_BYTES and _takes_gzip(request):
+        headers = dict(response.headers)
+        body = b"".join(response.parts)  # aiohttp may keep it for longer than `response` is valid
+        if response.may_compress and len(body) > _COMPRESS_FROM_BYTES and _takes_gzip(request):
             body = await calls.run(len(body), _gzip, body)
             headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-        response = web.Response(status=answer.status, headers=headers, body=body)
-        if answer.close:
-            response.force_close()
+        sent = web.Response(status=response.status, headers=headers, body=body)
+        if response.close:
+            sent.force_close()
         try:
             async with asyncio.timeout(limits.longest_s(len(body))):
-                await response.prepare(request)
-                await response.write_eof()
+                await sent.prepare(request)
+                await sent.write_eof()
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:
             pass  # the client has left
-        return response
+        return sent
     finally:
-        if answer.release is not None:
-            answer.release()
+        if response.release is not None:
+            response.release()
 
 
 def _takes_gzip(request: web.BaseRequest) -> bool:

@@ -157,10 +157,14 @@ def descendants(root: int, table: Mapping[int, Process] | None = None) -> list[P
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that `pid` was started with; {} when it is gone or another user's."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            data = file.read()
+        return _environment(pid)
     except OSError:
         return {}
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        data = file.read()
     pairs = (item.partition(b"=") for item in data.split(b"\0") if b"=" in item)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
@@ -169,6 +173,9 @@ def find_marked(name: str, value: str) -> dict[int, dict[str, str]]:
     """Return the environments of all living processes that have `name=value` in theirs, by pid.
 
     Never contains this process.
+
+    Raises:
+        OSError: this process has no descriptor or no memory to look with.
     """
     me = os.getpid()
     needle = os.fsencode(f"{name}={value}")
@@ -180,9 +187,11 @@ def find_marked(name: str, value: str) -> dict[int, dict[str, str]]:
             with open(f"/proc/{entry}/environ", "rb") as file:
                 if needle not in file.read():
                     continue
-        except OSError:
+            env = _environment(int(entry))
+        except OSError as error:
+            if error.errno in SHORT:
+                raise
             continue
-        env = environment(int(entry))
         if env.get(name) == value:
             found[int(entry)] = env
     return found
@@ -239,6 +248,9 @@ def kill_marked(
 
     Returns:
         The pids that were killed.
+
+    Raises:
+        OSError: this process has no descriptor or no memory to do so; some may be left.
     """
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
@@ -257,10 +269,16 @@ def kill_marked(
 def _kill_if_marked(pids: Iterable[int], name: str, value: str) -> list[tuple[int, int]]:
     begun = []
     for pid in pids:
-        started = start_time(pid)
-        # Look again: between finding and killing, another process may have got the pid.
-        if started is None or environment(pid).get(name) != value:
+        try:
+            started = _read(pid).start_time
+            # Look again: between finding and killing, another process may have got the pid.
+            is_marked = _environment(pid).get(name) == value
+        except OSError as error:
+            if error.errno in SHORT:
+                raise
             continue
-        if send_signal(pid, started, signal.SIGKILL):
+        if is_marked and send_signal(pid, started, signal.SIGKILL):
             begun.append((pid, started))
+        elif is_marked and is_alive(pid, started):
+            raise OSError(errno.EMFILE, f"process {pid} could not be signalled")
     return begun

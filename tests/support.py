@@ -37,6 +37,26 @@ def no_descriptor_free() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def descriptors_free(count: int) -> Iterator[None]:
+    """Let this process open only so many files more."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, high))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(2))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
+        for fd in taken:
+            os.close(fd)
+
+
+@contextlib.contextmanager
 def nothing_writable() -> Iterator[None]:
     """Let no file of this process grow, as on a full disk."""
     low, high = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -107,7 +107,7 @@ def find(pods_dir: Path) -> Iterator[tuple[Path, NodePod]]:
         if (folder / "released").exists():
             continue
         try:
-            pod = decode(NodePod, json.loads(path.read_text()))
+            pod = decode(NodePod, json.loads(_read_when_possible(path.read_text)))
         except (OSError, ValueError, WireError) as error:
             logger.warning("%s: not adopted, its pod.json cannot be read: %s", folder, error)
             continue
@@ -159,7 +159,8 @@ def _read_when_possible(read: Callable[[], T]) -> T:
 def read_saved(folder: Path) -> SaveState | None:
     """Return where the client before this one wrote the pod's state; None: it did not."""
     try:
-        return decode(SaveState, json.loads((folder / "saved.json").read_text()))
+        text = _read_when_possible(lambda: (folder / "saved.json").read_text())
+        return decode(SaveState, json.loads(text))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, WireError) as error:

@@ -1,14 +1,17 @@
 """Which scripts a server may have us run."""
 
+import errno
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from job_client.errors import PodStartError
 from job_client.pods import pod_folder
 from job_client.pods.folders import list_jobs, recipe_for
+from job_server.api.wire import SavePhase, SaveState
 from pod_runtime import shim_wire
 from pod_runtime.shim_wire import PodExit
 from tests.job_client.conftest import pod
@@ -89,10 +92,13 @@ def test_a_folder_of_an_old_pod_that_cannot_be_deleted_keeps_no_other(tmp_path):
     assert sorted(each.name for each in pods.iterdir()) == ["pod_0_0", "pod_3_0"]
 
 
-@pytest.mark.parametrize("read", [pod_folder.read_exit, pod_folder.read_shim])
+@pytest.mark.parametrize(
+    "read", [pod_folder.read_exit, pod_folder.read_shim, pod_folder.read_saved]
+)
 def test_what_cannot_be_read_for_want_of_a_descriptor_is_read_later(tmp_path, read):
     pod_folder.write_exit(tmp_path, PodExit(code=7, signal=None, reason="", last_lines=()))
     shim_wire.write_json(tmp_path / "shim.json", {"pid": 1, "start_time": 2})
+    pod_folder.write_saved(tmp_path, SaveState(id=0, phase=SavePhase.WRITTEN))
     found: list[object] = []
     reader = threading.Thread(target=lambda: found.append(read(tmp_path)))
     with no_descriptor_free():
@@ -102,6 +108,22 @@ def test_what_cannot_be_read_for_want_of_a_descriptor_is_read_later(tmp_path, re
     reader.join(60)
     assert found
     assert found[0] is not None
+
+
+def test_a_pod_whose_folder_cannot_be_read_for_a_moment_is_found(tmp_path, monkeypatch):
+    pod_folder.prepare(tmp_path / "pod_0_0", pod())
+    read_text = Path.read_text
+    refused: list[Path] = []
+
+    def scarce(path: Path, *args: object) -> str:
+        if path.name == "pod.json" and not refused:
+            refused.append(path)
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return read_text(path, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", scarce)
+    assert [found for _folder, found in pod_folder.find(tmp_path)] == [pod()]
+    assert refused
 
 
 def test_a_client_with_one_script_runs_no_other(make_config):

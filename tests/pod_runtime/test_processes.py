@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pod_runtime import processes
-from tests.support import no_descriptor_free, wait_until
+from tests.support import descriptors_free, no_descriptor_free, wait_until
 
 Spawn = Callable[..., subprocess.Popen[bytes]]
 
@@ -106,6 +106,15 @@ def test_only_marked_processes_are_killed_and_spared_ones_are_not(spawn, tmp_pat
     assert killed == [victim.pid]
     assert victim.wait(10) == -signal.SIGKILL
     assert [p.poll() for p in (spared, similar, stranger)] == [None, None, None]
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_who_has_no_descriptor_to_kill_with_does_not_say_that_nothing_is_left(spawn, free):
+    victim = spawn("sleep", "600", EDL_TEST_MARK=f"few {free}")
+    wait_until(lambda: processes.find_marked("EDL_TEST_MARK", f"few {free}"))
+    with descriptors_free(free), pytest.raises(OSError, match=r"open files|signalled"):
+        processes.kill_marked("EDL_TEST_MARK", f"few {free}", lambda _pid, _env: False)
+    assert victim.poll() is None
 
 
 def test_a_process_tied_to_its_parent_dies_with_it(spawn, tmp_path):

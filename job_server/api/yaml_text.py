@@ -68,13 +68,20 @@ def load_yaml(text: str, lists: Collection[str] | None = ()) -> Any:
 def _keep_texts(loader: _Loader, node: yaml.Node, lists: Collection[str] | None) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
-    for key, value in node.value:
+    for number, (key, value) in enumerate(node.value):
         if isinstance(value, yaml.SequenceNode) and (lists is None or key.value in lists):
-            for each in value.value:
-                if isinstance(each, yaml.ScalarNode) and not _is_as_written(loader, each):
-                    each.tag = _STR
+            # In place of what stands there, not into it: by an alias it may stand elsewhere, too.
+            texts = [_as_written(loader, each) for each in value.value]
+            kept = yaml.SequenceNode(value.tag, texts, value.start_mark, value.end_mark)
+            node.value[number] = (key, kept)
         else:
             _keep_texts(loader, value, lists)
+
+
+def _as_written(loader: _Loader, node: yaml.Node) -> yaml.Node:
+    if not isinstance(node, yaml.ScalarNode) or _is_as_written(loader, node):
+        return node
+    return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark)
 
 
 def _is_as_written(loader: _Loader, node: yaml.ScalarNode) -> bool:

@@ -27,6 +27,15 @@ def test_values_of_some_lists_stay_as_they_are_written():
     }
 
 
+def test_a_value_that_a_list_shares_is_no_text_elsewhere():
+    text = "time: &t 3600.00\nargs: [*t, &s 90.00]\nin: {step: *s, rest: &r [1.10], args: *r}\n"
+    assert load_yaml(text, lists=("args",)) == {
+        "time": 3600.0,
+        "args": ["3600.00", "90.00"],
+        "in": {"step": 90.0, "rest": [1.1], "args": ["1.10"]},
+    }
+
+
 def test_a_key_that_comes_twice_is_refused_and_one_that_overrides_a_merged_one_is_not():
     merged = load_yaml("a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\n")
     assert merged["b"] == {"x": 3, "y": 2}

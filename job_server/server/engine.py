@@ -196,9 +196,7 @@ class Engine:
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
                     self.drop_or_retry(entry)
-                elif entry.forget and entry.job.goal.ends_as is None:
-                    # A server of the version before was killed before it had the job stopped.
-                    self._step_or_log(entry, StopAsked())
+                self._stop_half_deleted(entry)
             self.share_wanted = True
             self.converge()
         self.timer_due = time.monotonic()
@@ -274,6 +272,7 @@ class Engine:
                     self.drop_or_retry(entry)
                 else:
                     self._step_or_log(entry, Tick())
+                    self._stop_half_deleted(entry)
         shares = self._shares()
         self.share_wanted |= shares and self.now() >= self._share_at
         self.converge()
@@ -350,6 +349,11 @@ class Engine:
         except Exception:  # one job's trouble must not stop the clock of all others
             logger.exception("job %s: a step failed; trying again later", entry.spec.job_id)
             entry.due_at = self.now() + RETRY_S
+
+    def _stop_half_deleted(self, entry: JobEntry) -> None:
+        """Stop a job that a server of the version before was killed before it had it stopped."""
+        if entry.forget and not entry.state.ended and entry.job.goal.ends_as is None:
+            self._step_or_log(entry, StopAsked())
 
     # --- change ---------------------------------------------------------------------------------
 

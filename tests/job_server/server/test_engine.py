@@ -316,6 +316,26 @@ def test_a_delete_of_which_only_half_was_written_is_made_when_the_server_starts(
         assert service.job_ids() == []
 
 
+def test_half_a_delete_is_made_later_when_the_disk_is_full_as_the_server_starts(tmp_path):
+    path = str(tmp_path / "server.db")
+    with closing(JobService(Store(path))) as service:
+        service.start()
+        service.submit(SPEC)
+        entry = service.engine.jobs["digits"]
+        service.engine.store.save_job("digits", wire.encode(entry.job), forget=True)
+        entry.forget = True  # closing it writes the job once more
+    store = FaultyStore(path)
+    with closing(JobService(store)) as service:
+        store.is_full = True
+        service.start()
+        assert service.job_ids() == ["digits"]
+        store.is_full = False
+        with service.engine.lock:
+            service.engine.jobs["digits"].due_at = 0.0
+            service.engine.tick()
+        assert service.job_ids() == []
+
+
 def test_an_old_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):
     with open_service() as service:
         service.submit(SPEC)

@@ -369,16 +369,11 @@ class Engine:
     def stop_and_forget(self, entry: JobEntry, *, discard: bool) -> None:
         """Stop a job that is to be forgotten once it has ended, in one transaction."""
         self._enter_absence(entry)
-        known, newest = entry.forget, entry.events.value
-        entry.forget = True
-        try:
-            if not entry.state.ended:
-                self._apply(entry, StopAsked(discard=discard))
-            if not known and entry.events.value == newest:  # it was being stopped, or had ended
-                self.store.save_job(entry.spec.job_id, wire.encode(entry.job), forget=True)
-        except Exception:
-            entry.forget = known
-            raise
+        if not entry.state.ended:
+            self._apply(entry, StopAsked(discard=discard), forget=True)
+        if not entry.forget:  # it was being stopped, or had ended
+            self.store.save_job(entry.spec.job_id, wire.encode(entry.job), forget=True)
+            entry.forget = True
 
     def _enter_absence(self, entry: JobEntry) -> None:
         """Have a job know that the server was away: that comes before all else, however long it
@@ -392,7 +387,8 @@ class Engine:
                 entry.was_away = True
                 raise
 
-    def _apply(self, entry: JobEntry, event: Event) -> None:
+    def _apply(self, entry: JobEntry, event: Event, *, forget: bool = False) -> None:
+        """Step a job; where that changes it, and `forget`, it is to be forgotten from then on."""
         now = self.now()
         try:
             job, reason = job_types.step(
@@ -429,10 +425,11 @@ class Engine:
                     number=number, at=now, job_id=job_id, stage=status.stage, text=reason
                 ),
             )
-        self.store.save_job(job_id, wire.encode(job), events=events, forget=entry.forget)
+        forget |= entry.forget
+        self.store.save_job(job_id, wire.encode(job), events=events, forget=forget)
         for each in events:  # not before: what cannot be written has not happened
             logger.info("job %s stage %d %s: %s", job_id, each.stage, status.state.value, each.text)
-        entry.job, entry.state = job, status.state
+        entry.job, entry.state, entry.forget = job, status.state, forget
         self._enter_bad_slots(entry)
         entry.written_at = entry.published_at = now
         self.derive(entry)

@@ -15,7 +15,7 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.errors import Conflict, StoreTrouble
-from job_server.jobs.events import StopAsked
+from job_server.jobs.events import Event, StopAsked
 from job_server.jobs.work import Goal
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -282,6 +282,24 @@ def test_a_delete_is_one_write_and_is_made_or_changes_nothing(tmp_path, fails_in
         assert (entry.job.goal is Goal.STOP) is is_deleted
         (stored,) = store.jobs()
         assert stored.forget is is_deleted
+
+
+def test_a_delete_that_fails_by_a_defect_changes_nothing(monkeypatch):
+    step = job_types.step
+
+    def breaks_at_a_stop(job: AnyJob, event: Event, *rest: Any) -> tuple[AnyJob, str]:
+        if isinstance(event, StopAsked):
+            raise ZeroDivisionError
+        return step(job, event, *rest)
+
+    with open_service() as service:
+        service.submit(SPEC)
+        monkeypatch.setattr(job_types, "step", breaks_at_a_stop)
+        with pytest.raises(ZeroDivisionError):
+            service.delete("digits")
+        (stored,) = service.engine.store.jobs()
+        assert not stored.forget
+        assert not service.engine.jobs["digits"].forget
 
 
 def test_a_job_that_is_being_stopped_already_is_deleted_or_is_not(tmp_path):

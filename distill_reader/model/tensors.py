@@ -177,8 +177,16 @@ def array_of(tensor: Any) -> Array:
 def memory_of(value: Any, deep: int = 4) -> int:
     """Return about how many bytes an array, a tensor, or a list or mapping of some has.
 
-    Of something else, what Python says: an object may refer to what is not its own.
+    Of something else, what Python says: an object may refer to what is not its own. What cannot be
+    asked, such as a sparse tensor, counts as nothing.
     """
+    try:
+        return _memory_of(value, deep)
+    except Exception:  # noqa: BLE001  an estimate ends no training, whatever the object's code does
+        return 0
+
+
+def _memory_of(value: Any, deep: int) -> int:
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size  # of numpy or PyTorch

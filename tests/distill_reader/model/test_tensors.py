@@ -1,6 +1,8 @@
 """Tensors as the protocols name and lay them out."""
 
 import re
+from collections import UserDict
+from collections.abc import ValuesView
 
 import numpy as np
 import pytest
@@ -117,3 +119,23 @@ def test_numbers_become_the_type_that_is_asked_for(numbers, dtype, expected):
 def test_what_does_not_fit_is_refused_by_name(numbers, dtype):
     with pytest.raises(BadRequest, match=re.escape("tensor x: data ")):
         tensors.cast_numbers("x", numbers, np.dtype(dtype))
+
+
+class Sparse:
+    """As PyTorch's sparse tensors do."""
+
+    @property
+    def nbytes(self) -> int:
+        raise RuntimeError("nbytes is not defined for sparse tensors")
+
+
+class Lazy(UserDict[str, object]):
+    def values(self) -> ValuesView[object]:
+        raise KeyError("gone")
+
+
+@pytest.mark.parametrize("odd", [Sparse(), Lazy()])
+def test_what_cannot_tell_its_memory_counts_as_nothing_and_hides_nothing_else(odd: object):
+    assert tensors.memory_of(odd) == 0
+    field = {"graph": odd, "ids": np.zeros(100_000), "all": [odd, odd]}
+    assert tensors.memory_of(field) == pytest.approx(800_000, rel=0.01)

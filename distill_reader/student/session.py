@@ -101,6 +101,14 @@ class ServiceStream:
     def is_done(self) -> bool:
         return self.feed.is_done and not self.answered
 
+    @property
+    def has_predictions(self) -> bool:
+        """Whether the item that the consumer gets next is answered, and was not skipped."""
+        if not self.answered:
+            return False
+        item = self.answered[0]
+        return bool(item.answers) or not item.samples
+
     def pop(self) -> None:
         """Move items that are answered from the feed into `answered`, if that is empty."""
         if not self.answered:
@@ -230,7 +238,9 @@ class ReaderSession:
                 if self._is_closing or all(stream.is_done for stream in self._streams):
                     return None
                 for stream in self._streams:
-                    if stream.feed.is_incomplete:  # else the consumer waits for the generator
+                    if stream.has_predictions:  # the consumer waits for another service
+                        stream.meter.waits_no_more()
+                    elif stream.feed.is_incomplete:  # else the consumer waits for the generator
                         stream.meter.waits()
                 self._is_waiting = True
                 self._ready.wait()
@@ -312,7 +322,7 @@ class ReaderSession:
                 return False
             for stream, each in pairs:
                 stream.feed.add(each)
-                if self._is_waiting and each.missing:
+                if self._is_waiting and each.missing and not stream.has_predictions:
                     stream.meter.waits()
                 stream.pool.call()
                 if stream.feed.is_ready:  # skipped, cached, or empty

@@ -97,6 +97,23 @@ def test_predictions_larger_than_the_memory_bound_keep_no_service_waiting(make: 
     assert [index for _, index, _ in reader()] == list(range(60))
 
 
+def test_the_consumer_waits_for_the_slow_service_alone(make: Make):
+    fast, slow = teacher("a:1", 1), teacher("b:1", 1, delay_s=0.02)
+    slow.computes_in_turn()
+    reader = make({"fast": [fast], "slow": [slow]}).set_teacher_batch_size(2).set_max_memory(1)
+    aside = np.zeros(60_000, np.uint8)  # memory for some items: they are read as others are taken
+    reader.set_batch_generator((np.ones((2, 2), np.float32), aside) for _ in range(80))
+    for _ in itertools.islice(reader(), 60):
+        pass
+    shares = {}
+    for name in ("fast", "slow"):
+        measured = reader._services[name].meter.read()
+        assert measured is not None
+        shares[name] = measured.wait_share
+    assert shares["slow"] > 0.5
+    assert shares["fast"] < 0.25
+
+
 def test_lists_of_texts_of_several_lengths_have_it_too(make: Make):
     words = TensorSpec(name="image", dtype="int64", shape=(-1,))
     score = TensorSpec(name="score", dtype="float32", shape=(-1, 2))

@@ -164,9 +164,11 @@ class LabelCache:
         ]
         if store is not None and len(keys) == len(request.pieces):
             described = self._describe(request.signature)
+            of_any_length = _of_any_length(described)
             varies = self._labels.vary(columns, served)
             inputs = Inputs(
-                layout=described if varies else _of_any_length(described),
+                layout=described if varies else of_any_length,
+                also=(described, of_any_length),
                 check=lambda row: _check_of(request, row),
             )
             store.add(np.concatenate(keys), columns, served, inputs)

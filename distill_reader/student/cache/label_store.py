@@ -112,6 +112,7 @@ class Inputs:
 
     layout: Described
     check: Callable[[int], int]  # row -> 64-bit checksum of its inputs
+    also: tuple[Described, ...] = ()  # layouts of other teachers' labels that these fit as well
 
 
 class LabelStore:
@@ -293,7 +294,7 @@ class LabelStore:
     ) -> int:
         self._refresh()
         layout = self._layout or self._write_header(columns, served, inputs)
-        if layout is not None and layout.inputs not in ((), inputs.layout):
+        if layout is not None and layout.inputs not in ((), inputs.layout, *inputs.also):
             # Texts of another length have labels of another length.
             self._note_others("samples of another size or type than the first", inputs.layout)
             return 0

@@ -318,6 +318,29 @@ def test_labels_per_position_of_a_teacher_that_does_not_say_so_have_the_length_o
         assert teacher.samples == asked
 
 
+@pytest.mark.parametrize("tells_first", [True, False])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        pytest.param((), id="unknown"),
+        pytest.param((replace(SPEC.outputs[1], shape=()),), id="of a prototxt"),
+    ],
+)
+def test_labels_are_kept_whether_or_not_their_teacher_tells_its_outputs(
+    make: Make, tmp_path: Path, outputs: tuple[TensorSpec, ...], *, tells_first: bool
+):
+    ids = [1, 2, 3], [4, 5, 6]
+    specs = [SPEC, replace(SPEC, outputs=outputs)]
+    for spec, each in zip(specs if tells_first else specs[::-1], ids, strict=True):
+        reader = make(FakeTeacher("a:1", spec)).set_cache(tmp_path, teacher_version="v1")
+        list(reader.set_batch_generator(batches(each))())
+    teacher = FakeTeacher("a:1")
+    reader = make(teacher).set_cache(tmp_path, teacher_version="v1")
+    found = totals(reader.set_batch_generator(batches(*ids)))
+    assert found == [[6 * number for number in each] for each in ids]
+    assert teacher.samples == 0
+
+
 @pytest.mark.parametrize(
     "samples",
     [

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pod_runtime.trainer.data.worker_errors import read_or_fail
+from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.batches import stream_key
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _OF_STEP = 5
 _OF_BATCH = 6
 _OF_EPOCH = 7
 _OF_EVALUATION = 8
+_OF_END = 9
 _PROBE = 20
 _WATCHED = 16  # first shards of a process, and one of so many later
 
@@ -86,6 +88,14 @@ def seed_epoch(streams: FrameworkStreams, seed: int, epoch: int, part: int) -> N
     _seed(streams, stream_key(_OF_EPOCH, seed, epoch, part))
 
 
+def seed_end(streams: FrameworkStreams, seed: int, loop_number: int) -> None:
+    """Give what the script draws after a training its own streams, by which of its loops it was.
+
+    A script that trains several models draws others for each, and the same when it is run again.
+    """
+    _seed(streams, stream_key(_OF_END, seed, loop_number))
+
+
 def seed_of_evaluation(seed: int) -> int:
     """Return what takes the place of the seed in an evaluation's streams."""
     return stream_key(_OF_EVALUATION, seed)
@@ -132,7 +142,7 @@ def read_samples(dataset: Any, ids: Sequence[int]) -> Any:
     PyTorch's loader does so too, and Hugging Face's datasets are many times slower one by one.
     """
     at_once = getattr(dataset, "__getitems__", None)
-    return at_once(ids) if callable(at_once) else [dataset[sample_id] for sample_id in ids]
+    return at_once(list(ids)) if callable(at_once) else [dataset[sample_id] for sample_id in ids]
 
 
 class NumbersOfItsOwn:
@@ -227,6 +237,11 @@ class SampleFetcher:
             if _next(self._streams) == self._untouched:
                 return samples
             self._draws = True
+            if not isinstance(samples, list):
+                raise UsageError(
+                    f"train_set: {type(dataset).__name__}.__getitems__ returns a whole batch and "
+                    f"draws random numbers, which belong to samples; return a list of samples"
+                )
             if not self._is_quiet:
                 logger.info(
                     "the dataset draws random numbers: streams are keyed by sample from now on"

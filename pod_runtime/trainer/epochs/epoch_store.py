@@ -119,8 +119,7 @@ class EpochStore:
             raise CheckpointError(
                 f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
             ) from error
-        if keep is not None:
-            self._clean(made, keep)
+        self._clean(made, keep)
         return made
 
     def load_newest(self) -> EpochState | None:
@@ -132,8 +131,16 @@ class EpochStore:
         status, layout, data = read_files(self.storage, each.folder)
         return EpochState(id=each, status=status, layout=layout, data=data)
 
-    def _clean(self, newest: EpochCheckpointId, keep: int) -> None:
+    def _clean(self, newest: EpochCheckpointId, keep: int | None) -> None:
+        """Remove what `newest` replaces at its own step, and older ones but for `keep`."""
+        at = (newest.stage, newest.epoch, newest.step)
         try:
-            remove_older(self.storage, [each for each in self.found() if each < newest], keep)
+            found = [each for each in self.found() if each != newest]
+            for each in found:
+                if (each.stage, each.epoch, each.step) == at:
+                    remove_checkpoint(self.storage, each)
+            if keep is not None:
+                older = [each for each in found if (each.stage, each.epoch, each.step) < at]
+                remove_older(self.storage, older, keep)
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)

@@ -15,7 +15,12 @@ from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.sampling import SampledOrders
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
-from pod_runtime.trainer.data.streams import BeginOfEpoch, borrowed_numbers, seed_epoch
+from pod_runtime.trainer.data.streams import (
+    BeginOfEpoch,
+    borrowed_numbers,
+    seed_end,
+    seed_epoch,
+)
 from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.plain_values import as_list, to_float
@@ -229,6 +234,7 @@ class Loop:
             ),
             loop_number=Loop._made,
         )
+        self._number = Loop._made  # among those of this process
         Loop._made += 1
         self._source = self._joiner.source
         self._framework = self._joiner.framework
@@ -770,6 +776,7 @@ class Loop:
                 break
         self._joiner.close()
         self._finished = True
+        seed_end(self._framework.data, self._settings.seed, self._number)
         stage = steps.stage
         stage.member.activity.begin(Doing.DONE)
         stage.state_manager.note_account()

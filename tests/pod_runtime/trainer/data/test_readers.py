@@ -114,11 +114,24 @@ def test_a_dataset_that_reads_many_at_once_is_asked_so_unless_it_draws():
     streams = Streams()
     data = ReadAtOnce(streams, "random")
     fetcher = SampleFetcher(data, streams, seed=5)
-    assert fetcher.fetch(0, [1, 2]) == [(1, 0.0), (2, 0.0)]
+    assert fetcher.fetch(0, range(1, 3)) == [(1, 0.0), (2, 0.0)]
     drawn = fetcher.fetch(0, [3, 5])
     assert drawn == SampleFetcher(Drawing(streams, "random"), streams, seed=5).fetch(0, [3, 5])
     assert fetcher.fetch(0, [7]) == [(7, 0.0)]
     assert data.asked == [[1, 2], [3, 5]]
+
+
+def test_a_dataset_that_reads_whole_batches_and_draws_is_refused():
+    streams = Streams()
+
+    class Batches(Drawing):
+        def __getitems__(self, indices: list[int]) -> dict[str, list[tuple[int, float]]]:
+            return {"x": [self[index] for index in indices]}
+
+    fetcher = SampleFetcher(Batches(streams, "random"), streams, seed=5)
+    assert fetcher.fetch(0, [1]) == {"x": [(1, 0.0)]}
+    with pytest.raises(UsageError, match=r"Batches\.__getitems__ returns a whole batch and draws"):
+        fetcher.fetch(0, [3])
 
 
 def test_a_dataset_that_draws_late_is_keyed_from_the_next_watched_shard_on():

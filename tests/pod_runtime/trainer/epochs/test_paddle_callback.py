@@ -116,6 +116,31 @@ def test_a_training_that_is_over_trains_no_step_when_it_is_started_again(undistu
 
 
 @pytest.mark.timeout(300)
+class Seen(paddle.callbacks.Callback):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_fit_that_was_stopped_early_trains_no_epoch_when_it_is_started_again(tmp_path, is_first):
+    data = [[np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)]]  # one batch
+    for trained in ([0, 1, 2], []):
+        network = paddle.nn.Linear(3, 1)
+        model = paddle.Model(network)
+        optimizer = paddle.optimizer.SGD(0.0, parameters=network.parameters())
+        model.prepare(optimizer, paddle.nn.MSELoss())
+        early = paddle.callbacks.EarlyStopping("loss", mode="min", patience=2, verbose=0)
+        both = [early, ElasticCheckpoint(str(tmp_path))]
+        seen = Seen()
+        callbacks = [*(both if is_first else reversed(both)), seen]
+        model.fit(data, data, epochs=9, verbose=0, callbacks=callbacks)
+        assert seen.epochs == trained
+
+
 def test_a_sigterm_to_one_of_two_trainers_stops_both_at_the_same_step(tmp_path):
     port = free_port()
     both = [start(tmp_path, 3, "term", 1, 2, rank=n, world=2, port=port) for n in range(2)]

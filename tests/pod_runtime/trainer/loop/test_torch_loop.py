@@ -30,6 +30,7 @@ from torch.utils.data import (  # noqa: E402
 from pod_runtime import elastic  # noqa: E402
 from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402
+from pod_runtime.trainer.loop.loop import Loop  # noqa: E402
 from pod_runtime.verify import main as verify  # noqa: E402
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS  # noqa: E402
 from tests.support import code_blocks  # noqa: E402
@@ -181,6 +182,25 @@ def test_a_collate_function_draws_the_same_wherever_it_is_called(is_stream: bool
     alone = rates(0)
     assert len(set(alone)) == 2 * 2 * 2
     assert rates(2) == alone
+
+
+def drawn_between_loops(folder: Path) -> list[float]:
+    """Train three models one after the other; return what was drawn after each of them."""
+    drawn = []
+    for number in range(3):
+        train(folder / str(number), epochs=1)
+        drawn.append(float(torch.rand(())))
+    return drawn
+
+
+def test_what_is_drawn_behind_each_of_several_trainings_is_its_own_and_the_same_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Loop, "_made", 0)  # as in a process of its own
+    first = drawn_between_loops(tmp_path)
+    assert len(set(first)) == 3
+    monkeypatch.setattr(Loop, "_made", 0)
+    assert drawn_between_loops(tmp_path) == first  # by now they are complete
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,6 +3,7 @@
 YAML 1.1 reads 2:30 as 150, 010 as 8 and `on` as true, and takes the last of two equal keys.
 """
 
+import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -89,5 +90,7 @@ def _is_as_written(loader: _Loader, node: yaml.ScalarNode) -> bool:
     if node.tag == _BOOL:
         return node.value.lower() in ("true", "false")
     if node.tag in (_INT, _FLOAT):
-        return bool(str(loader.yaml_constructors[node.tag](loader, node)) == node.value)
+        number = loader.yaml_constructors[node.tag](loader, node)
+        is_finite = isinstance(number, int) or math.isfinite(number)
+        return not is_finite or str(number) == node.value  # no script reads .inf
     return bool(node.tag != _TIME)

@@ -91,6 +91,7 @@ def test_a_trials_job_shares_the_cluster_and_gets_the_values_as_arguments(tmp_pa
         ("parameters: {a: [1]}", "parameters.a: expected two choices at least; a fixed value"),
         ("parameters: {a: [1, '1']}", "parameters.a: '1' comes twice"),
         ("parameters: {a: [0, 0.5, false]}", "parameters.a: 'false' equals another choice, as 1,"),
+        ("parameters: {a: [1.0, .inf]}", "parameters.a: expected texts, numbers, true or false, g"),
         ("parameters: {a: 1}", "parameters.a: expected a list of choices, or low and high, got 1"),
         ("parameters: {a: {low: 0, high: 1}}", "parameters.a.type: missing: is it int or float"),
         (

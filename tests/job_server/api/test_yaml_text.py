@@ -27,6 +27,12 @@ def test_values_of_some_lists_stay_as_they_are_written():
     }
 
 
+def test_a_number_that_is_not_finite_is_no_text():
+    text = f"args: [.inf, -.inf, .nan, '.inf', {10**400}]\n"
+    found = load_yaml(text, lists=("args",))["args"]
+    assert [str(each) for each in found] == ["inf", "-inf", "nan", ".inf", str(10**400)]
+
+
 def test_a_value_that_a_list_shares_is_no_text_elsewhere():
     text = "time: &t 3600.00\nargs: [*t, &s 90.00]\nin: {step: *s, rest: &r [1.10], args: *r}\n"
     assert load_yaml(text, lists=("args",)) == {

@@ -77,6 +77,12 @@ def test_a_job_that_tolerates_no_failure_ends_with_the_first_and_has_a_fixed_siz
     assert read(path, "--min", "2").max_failures == 0
 
 
+def test_a_number_that_is_not_finite_comes_as_python_reads_it(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("name: a\nargs: [--low, -.inf, --high, .inf]\n")
+    assert read(path).args == ("--low", "-inf", "--high", "inf")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

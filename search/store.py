@@ -91,7 +91,10 @@ class StudyStore:
             load_if_exists=True,
         )
         known = self._study.user_attrs
-        if known.setdefault(_FIXED, spec.fixed_part()) != spec.fixed_part():
+        before = spec.as_before()
+        if known.setdefault(_FIXED, spec.fixed_part()) == before.fixed_part():
+            self._spec = before  # with the values that its trials have
+        elif known[_FIXED] != spec.fixed_part():
             self.close()
             raise ConfigError(
                 f"{folder}: the study was begun with another folder, parameters, metric, direction "

@@ -1,16 +1,17 @@
 """Read a study from a YAML file. It imports no Optuna: a wrong file is named without it, too."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from job_server.api.amounts import cores, megabytes, seconds
 from job_server.api.errors import ConfigError
 from job_server.api.wire import TRAIN_LOSS, USUAL_SPARES, JobSpec, WireError, check_id, check_range
-from job_server.api.yaml_text import load_yaml
+from job_server.api.yaml_text import Written, load_yaml
 
 MAX_NAME_CHARS = 60  # of a study: its jobs' names are longer
 _PARAMETER = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}\Z")
@@ -117,10 +118,30 @@ class StudySpec:
         parameters = sorted(self.parameters.items())
         return repr((self.folder, parameters, self.metric, self.maximize, self.epochs))
 
+    def as_before(self) -> "StudySpec":
+        """Return the study as it was read when choices were not kept as they are written."""
+        read: dict[str, Parameter] = {}
+        for name, each in self.parameters.items():
+            if isinstance(each, Choice):
+                values = (v.read if isinstance(v, Written) else v for v in each.choices)
+                each = Choice(choices=tuple(values))
+            read[name] = each
+        return replace(self, parameters=read)
+
 
 def as_text(value: Value) -> str:
     """Return a value as an argument of a script."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(value: object) -> object:
+    """Return the number that a choice is, if it is one, and else the choice."""
+    if isinstance(value, Written) and not isinstance(value.read, bool):
+        for read in (int, float):  # 010 is 10 to people and scripts, if not to YAML
+            with contextlib.suppress(ValueError):
+                return read(value)
+        return value.read
+    return value
 
 
 def read_study(path: Path) -> StudySpec:
@@ -277,7 +298,9 @@ class _Reader:
                 raise self.wrong(key, f"expected texts, numbers, true or false, got {each!r}")
             if any(as_text(each) == as_text(other) for other in found):
                 raise self.wrong(key, f"{as_text(each)!r} comes twice")
-            if each in found:  # to Python and to Optuna: the second would never be tried
+            # To Python and to Optuna: the second would never be tried; or to a script: it would be
+            # tried twice.
+            if any(_number(each) == _number(other) for other in found):
                 raise self.wrong(
                     key,
                     f"{as_text(each)!r} equals another choice, as 1, 1.0 and true do: write it as "

@@ -18,6 +18,16 @@ _STR, _INT, _FLOAT, _BOOL, _TIME = (
 _MISREAD = re.compile(r".*:|[-+]?0[0-9_]+\Z")  # base 60, and base 8
 
 
+class Written(str):
+    """A value that is kept as the text that stands there."""
+
+    read: Any  # what YAML 1.1 takes it for
+
+
+class _WrittenNode(yaml.ScalarNode):
+    read: Any
+
+
 class _Loader(yaml.SafeLoader):
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
@@ -37,13 +47,23 @@ class _Loader(yaml.SafeLoader):
         assert isinstance(node, yaml.MappingNode)
         return node
 
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        text: str = self.construct_scalar(node)
+        if isinstance(node, _WrittenNode):
+            text = Written(text)
+            text.read = node.read
+        return text
+
+
+_Loader.add_constructor(_STR, _Loader.construct_text)
+
 
 def load_yaml(text: str, lists: Collection[str] | None = ()) -> Any:
     """Return what a text holds.
 
     Args:
         lists: keys, at any depth, in whose lists a value that another text would stand for is a
-            text, as it is written: 1.10, 0x1F, on. None: of all keys.
+            text (Written), as it is written: 1.10, 0x1F, on. None: of all keys.
 
     Raises:
         WireError: it is not YAML; the text names the line.
@@ -80,17 +100,26 @@ def _keep_texts(loader: _Loader, node: yaml.Node, lists: Collection[str] | None)
 
 
 def _as_written(loader: _Loader, node: yaml.Node) -> yaml.Node:
-    if not isinstance(node, yaml.ScalarNode) or _is_as_written(loader, node):
+    if not isinstance(node, yaml.ScalarNode) or isinstance(node, _WrittenNode):
         return node
-    return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark)
+    tag = node.tag
+    if tag == _STR and node.style is None and _MISREAD.match(node.value):
+        tag = yaml.SafeLoader.resolve(loader, yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+    read: Any = node.value
+    if tag in (_BOOL, _INT, _FLOAT):
+        read = loader.yaml_constructors[tag](loader, node)
+    if not _differs(tag, read, node.value):
+        return node
+    kept = _WrittenNode(_STR, node.value, node.start_mark, node.end_mark)
+    kept.read = read
+    return kept
 
 
-def _is_as_written(loader: _Loader, node: yaml.ScalarNode) -> bool:
-    """Return whether the value, as an argument of a script, is the text that stands there."""
-    if node.tag == _BOOL:
-        return node.value.lower() in ("true", "false")
-    if node.tag in (_INT, _FLOAT):
-        number = loader.yaml_constructors[node.tag](loader, node)
-        is_finite = isinstance(number, int) or math.isfinite(number)
-        return not is_finite or str(number) == node.value  # no script reads .inf
-    return bool(node.tag != _TIME)
+def _differs(tag: str, read: Any, text: str) -> bool:
+    """Return whether a value, as an argument of a script, is another text than stands there."""
+    if tag == _BOOL:
+        return text.lower() not in ("true", "false")
+    if tag in (_INT, _FLOAT):
+        is_finite = isinstance(read, int) or math.isfinite(read)
+        return is_finite and str(read) != text  # no script reads .inf
+    return tag == _TIME

@@ -11,7 +11,7 @@ import pytest
 from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
 from search.decide import TrialState
-from search.study_file import Choice, PrunerSpec, StudySpec
+from search.study_file import Choice, Parameter, PrunerSpec, StudySpec, read_study
 from tests.search.study import job, study
 from tests.support import nothing_writable
 
@@ -209,6 +209,32 @@ def test_what_would_make_trials_unlike_is_refused_and_the_rest_may_change(
     else:
         with pytest.raises(ConfigError, match=says):
             make()
+
+
+def test_a_study_that_was_begun_before_choices_were_kept_as_written_goes_on(tmp_path):
+    text = (
+        "name: a\nfolder: f\nmetric: accuracy\ndirection: maximize\ntrials: 4\nepochs: 3\n"
+        "parameters: {quality: [0.20, 0.50, +2, on], split: [80:10, 70:20]}\n"
+    )
+    (tmp_path / "study.yaml").write_text(text)
+    spec = read_study(tmp_path / "study.yaml")
+    before: dict[str, Parameter] = {
+        "quality": Choice(choices=(0.2, 0.5, 2, True)), "split": Choice(choices=(4810, 4220)),
+    }  # fmt: skip
+    with StudyStore(tmp_path / "old", replace(spec, parameters=before)) as store:
+        store.ask()
+    with StudyStore(tmp_path / "old", spec) as store:
+        store.ask()
+        drawn = [trial.values for trial in store.trials()]
+    assert {type(each["split"]) for each in drawn} == {int}
+    with StudyStore(tmp_path / "new", spec) as store:
+        store.ask()
+    with StudyStore(tmp_path / "new", spec) as store:
+        store.ask()
+        assert {trial.values["split"] for trial in store.trials()} <= {"80:10", "70:20"}
+    (tmp_path / "study.yaml").write_text(text.replace("0.50", "0.60"))
+    with pytest.raises(ConfigError, match="the study was begun with another folder, parameters"):
+        StudyStore(tmp_path / "old", read_study(tmp_path / "study.yaml"))
 
 
 def test_one_search_at_a_time_has_a_study(tmp_path):

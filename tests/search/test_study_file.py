@@ -92,6 +92,10 @@ def test_a_trials_job_shares_the_cluster_and_gets_the_values_as_arguments(tmp_pa
         ("parameters: {a: [1, '1']}", "parameters.a: '1' comes twice"),
         ("parameters: {a: [0, 0.5, false]}", "parameters.a: 'false' equals another choice, as 1,"),
         ("parameters: {a: [1.0, .inf]}", "parameters.a: expected texts, numbers, true or false, g"),
+        ("parameters: {a: [0.1, 0.10]}", "parameters.a: '0.10' equals another choice, as 1, 1.0"),
+        ("parameters: {a: [1, 01]}", "parameters.a: '01' equals another choice, as 1, 1.0 and"),
+        ("parameters: {a: [10, 010]}", "parameters.a: '010' equals another choice, as 1, 1.0"),
+        ("parameters: {a: [0x1F, 31]}", "parameters.a: '31' equals another choice, as 1, 1.0"),
         ("parameters: {a: 1}", "parameters.a: expected a list of choices, or low and high, got 1"),
         ("parameters: {a: {low: 0, high: 1}}", "parameters.a.type: missing: is it int or float"),
         (
@@ -124,12 +128,13 @@ def test_a_choice_comes_to_the_script_as_it_is_written(tmp_path):
     study = read(
         tmp_path,
         f"{least}parameters:\n  a: [on, off, true]\n  b: {{choices: [80:10, 70:20]}}\n"
-        "  c: [1.10, 1.1, 16]\n",
+        "  c: [1.10, 1.2, 16]\n  d: ['1.10', '1.1']\n",
     )
     assert study.parameters == {
         "a": Choice(choices=("on", "off", True)),
         "b": Choice(choices=("80:10", "70:20")),
-        "c": Choice(choices=("1.10", 1.1, 16)),
+        "c": Choice(choices=("1.10", 1.2, 16)),
+        "d": Choice(choices=("1.10", "1.1")),
     }
 
 

@@ -12,8 +12,9 @@ import yaml
 
 from job_server.api.codec import WireError
 
-_STR, _INT, _FLOAT, _BOOL, _TIME = (
-    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "timestamp")
+_STR, _INT, _FLOAT, _BOOL, _TIME, _MERGE, _VALUE = (
+    f"tag:yaml.org,2002:{name}"
+    for name in ("str", "int", "float", "bool", "timestamp", "merge", "value")
 )
 _MISREAD = re.compile(r".*:|[-+]?0[0-9_]+\Z")  # base 60, and base 8
 
@@ -122,4 +123,4 @@ def _differs(tag: str, read: Any, text: str) -> bool:
     if tag in (_INT, _FLOAT):
         is_finite = isinstance(read, int) or math.isfinite(read)
         return is_finite and str(read) != text  # no script reads .inf
-    return tag == _TIME
+    return tag in (_TIME, _MERGE, _VALUE)  # the last two, << and =, mean something as keys only

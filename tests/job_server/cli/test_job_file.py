@@ -52,7 +52,7 @@ def test_a_job_has_arguments_for_its_script(tmp_path):
     "text",
     [
         "80:10:10", "00012", "1_000", "0x1F", "2:30", "1.10", "1.0e-3", "1e3", ".5", "5.", "on",
-        "yes", "2024-01-02", "0b1", "1:30.5", "007",
+        "yes", "2024-01-02", "0b1", "1:30.5", "007", "=", "<<",
     ],
 )  # fmt: skip
 def test_an_argument_comes_to_the_script_as_it_is_written(tmp_path, text):

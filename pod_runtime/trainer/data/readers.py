@@ -346,10 +346,8 @@ def factory_items(items: Any) -> Iterator[ShardBatch]:
 
 
 def _length(batch: Any) -> int | None:
-    """Return the number of samples of a batch's first field; None: not known."""
-    first = batch
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
+    """Return the number of samples of a batch's first field; None: not known, as of a list."""
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
     shape = getattr(first, "shape", None)
     return int(shape[0]) if shape else None
 

@@ -49,7 +49,8 @@ def with_parts(whole: Any, of: Callable[[Any], Any]) -> Any:
     """
     if isinstance(whole, tuple):
         parts = [of(each) for each in whole]
-        return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
+        # A subclass may be made of something else.
+        return whole._make(parts) if hasattr(whole, "_make") else tuple.__new__(type(whole), parts)
     if isinstance(whole, list):
         made: Any = copy.copy(whole)  # a subclass may be made of something else
         made[:] = [of(each) for each in whole]

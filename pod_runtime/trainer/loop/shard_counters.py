@@ -4,9 +4,11 @@ A buffer moves once for all shards of a batch; a plain attribute moves in each p
 shard that is computed there, as the count of steps by which a temperature is annealed.
 """
 
+import math
 from collections.abc import Mapping
 
-_FEWEST = 3  # shards in which a number has moved each time, before that is no chance
+_FEWEST = 3  # shards in which a number has moved by the same each time: a counter
+_FEWEST_UNEVEN = 6  # by another each time, but in the same direction: hardly by chance
 
 
 class ShardCounters:
@@ -14,7 +16,8 @@ class ShardCounters:
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}
-        self._rises: dict[str, bool] | None = None  # None: no shard was watched yet
+        self._moves: dict[str, float] | None = None  # in the first shard; None: none was watched
+        self._uneven: set[str] = set()  # of these, those that have moved by something else as well
         self._shards = 0
 
     def begin(self, numbers: Mapping[str, float]) -> None:
@@ -23,16 +26,26 @@ class ShardCounters:
 
     def end_shard(self, numbers: Mapping[str, float]) -> None:
         """A shard was computed."""
-        rises = {
-            name: value > self._before[name]
+        moves = {
+            name: value - self._before[name]
             for name, value in numbers.items()
             if name in self._before and value != self._before[name]
         }
-        known = rises if self._rises is None else self._rises
-        self._rises = {name: up for name, up in known.items() if rises.get(name) is up}
+        known = moves if self._moves is None else self._moves
+        self._moves = {
+            name: first
+            for name, first in known.items()
+            if name in moves and (moves[name] > 0) is (first > 0)
+        }
+        self._uneven |= {
+            name for name, first in self._moves.items() if not math.isclose(moves[name], first)
+        }
         self._before = numbers
         self._shards += 1
 
     def found(self) -> list[str]:
         """Return what to call them."""
-        return list(self._rises or ()) if self._shards >= _FEWEST else []
+        if self._shards < _FEWEST:
+            return []
+        is_sure = self._shards >= _FEWEST_UNEVEN
+        return [name for name in self._moves or () if is_sure or name not in self._uneven]

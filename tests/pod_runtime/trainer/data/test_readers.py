@@ -294,6 +294,14 @@ def test_a_reader_out_of_step_is_refused(items, text):
     reader.close()
 
 
+def test_a_field_that_is_a_list_of_arrays_is_not_counted_by_the_first_of_them():
+    """As of images of several sizes: their number is the list's, if each is of one sample."""
+    images = [np.zeros((3, size)) for size in (4, 5)]
+    reader = ThreadReader(lambda: factory_items(iter([(0, 0, 0, images)])))
+    assert reader.take(next(order().from_cursor(Cursor())), 60.0) is not None
+    reader.close()
+
+
 def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
     def start() -> Iterator[Any]:
         yield from iter(fail, None)

@@ -19,6 +19,13 @@ class Holder(list[Any]):
         self.name = name
 
 
+class Sized(namedtuple("Sized", "x y")):
+    """A named tuple that is made of something else."""
+
+    def __new__(cls, parts: Any) -> "Sized":
+        return super().__new__(cls, *parts)
+
+
 class Fields(dict[str, Any]):
     """Fields by name, as attributes too."""
 
@@ -45,7 +52,7 @@ X, Y = np.ones((2, 3), np.float32), np.arange(2)
 @pytest.mark.parametrize(
     "batch",
     [(X, Y), [X, Y], {"x": X, "y": Y}, Pair(X, Y), Fields(x=X, y=Y), OrderedDict(x=X, y=Y),
-     UserDict(x=X, y=Y), Holder([X, Y], "a")],
+     UserDict(x=X, y=Y), Holder([X, Y], "a"), Sized((X, Y))],
     ids=lambda batch: type(batch).__name__,
 )  # fmt: skip
 def test_a_container_keeps_its_kind(kit, batch):

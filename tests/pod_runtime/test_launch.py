@@ -463,7 +463,8 @@ def test_a_sign_of_life_counts_that_comes_before_the_stacks_of_all_trainers(
     by_rank = {int(env["PADDLE_TRAINER_ID"]): pid for pid, env in pod.living().items()
                if "EDL_STAGE" in env}  # fmt: skip
     os.kill(by_rank[1], signal.SIGSTOP)  # until it is given up its stacks are waited for
-    wait_until(lambda: pod.log(0, 1).count("Current thread") == 2, what="both alarms")
+    # Once or twice: alarms that come together have one look at the stacks.
+    wait_until(lambda: "Current thread" in pod.log(0, 1), what="an alarm")
     hold.unlink()
     failed = server.wait_told(ReportKind.FAILED)
     assert failed.rank == 1

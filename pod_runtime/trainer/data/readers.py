@@ -309,23 +309,45 @@ def loader_items(
             ids = order.ids(shard_range).tolist()
             yield [(shard_range.epoch, sample_id) for sample_id in ids]
 
-    kind: type[KeyedStream | KeyedDataset] = KeyedStream if source.is_stream else KeyedDataset
-    keyed: Keyed = kind(source.dataset, data, order.run.seed)
-    collate = data.collate
-    if source.collate is not None:
-        collate = KeyedCollate(source.collate, data, order.run.seed, keyed)
-    loader = data.loader(
-        keyed,
-        batches(),
-        collate=CarryingCollate(collate),
-        options=carrying_options(
-            {"num_workers": source.num_workers, **source.worker_options}, keyed.begin_worker
-        ),
-        on_host=on_host,
-    )
+    loader = keyed_loader(source, batches(), data, order.run.seed, on_host=on_host)
     return (
         ShardBatch(*shard_range.key, raise_if_failed(batch), drawn)
         for batch, (shard_range, drawn) in zip(loader, iter(sent.get, None), strict=False)
+    )
+
+
+def keyed_loader(
+    source: DataSource,
+    index_batches: Iterator[list[tuple[int, int]]],
+    data: FrameworkData,
+    seed: int,
+    *,
+    num_workers: int | None = None,
+    on_host: bool = False,
+) -> Iterator[Any]:
+    """Return collated batches that the framework's loader reads, with streams of their own.
+
+    One that cannot be read is a `worker_errors.Failed`: call `raise_if_failed`.
+
+    Args:
+        index_batches: (epoch, id) of each sample of a batch.
+        num_workers: None: as many as the source has.
+        on_host: leave batches in the host's memory, whatever the training's device is.
+    """
+    kind: type[KeyedStream | KeyedDataset] = KeyedStream if source.is_stream else KeyedDataset
+    keyed: Keyed = kind(source.dataset, data, seed)
+    collate = data.collate  # the frameworks' own draw nothing
+    if source.collate is not None:
+        collate = KeyedCollate(source.collate, data, seed, keyed)
+    workers = source.num_workers if num_workers is None else num_workers
+    return data.loader(
+        keyed,
+        index_batches,
+        collate=CarryingCollate(collate),
+        options=carrying_options(
+            {**source.worker_options, "num_workers": workers}, keyed.begin_worker
+        ),
+        on_host=on_host,
     )
 
 

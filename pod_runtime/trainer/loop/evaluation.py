@@ -6,21 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from pod_runtime.trainer.data.readers import keyed_loader
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.streams import (
-    KeyedCollate,
-    KeyedDataset,
     SampleFetcher,
     borrowed_numbers,
     seed_batch,
     seed_of_evaluation,
     seed_shard,
 )
-from pod_runtime.trainer.data.worker_errors import (
-    CarryingCollate,
-    carrying_options,
-    raise_if_failed,
-)
+from pod_runtime.trainer.data.worker_errors import raise_if_failed
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData, FrameworkGroup
 from pod_runtime.trainer.frameworks.plain_values import to_float
@@ -105,16 +100,8 @@ def _read(
                 seed_batch(data, seed, epoch, ids[-1])
             yield collate(samples)
         return
-    keyed = KeyedDataset(source.dataset, data, seed)
-    loader = data.loader(
-        keyed,
-        iter([[(epoch, sample_id) for sample_id in ids] for ids in batches]),
-        collate=CarryingCollate(KeyedCollate(collate, data, seed, keyed)),
-        options=carrying_options(
-            {"num_workers": source.num_workers, **source.worker_options}, keyed.begin_worker
-        ),
-    )
-    for batch in loader:
+    indices = iter([[(epoch, sample_id) for sample_id in ids] for ids in batches])
+    for batch in keyed_loader(source, indices, data, seed):
         yield raise_if_failed(batch)
 
 

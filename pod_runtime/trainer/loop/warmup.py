@@ -7,18 +7,14 @@ loaded afterwards. No rank waits for another in it, so each may end it as soon a
 for something that only the real stage knows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from pod_runtime.trainer.data.readers import ShardRange
+from pod_runtime.trainer.data.readers import ShardRange, keyed_loader
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
-from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
-from pod_runtime.trainer.data.worker_errors import (
-    CarryingCollate,
-    carrying_options,
-    raise_if_failed,
-)
+from pod_runtime.trainer.data.streams import SampleFetcher
+from pod_runtime.trainer.data.worker_errors import raise_if_failed
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData
 from pod_runtime.trainer.progress.batches import Cursor
 
@@ -86,14 +82,8 @@ def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) ->
         return collate(SampleFetcher(source.dataset, data, seed).fetch(0, samples))
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
-    wanted: Iterator[list[Any]] = iter([[(0, sample) for sample in samples]])
-    keyed = KeyedDataset(source.dataset, data, seed)
-    loader = data.loader(
-        keyed,
-        wanted,
-        collate=CarryingCollate(source.collate or data.collate),
-        options=carrying_options({**source.worker_options, "num_workers": 1}, keyed.begin_worker),
-    )
+    wanted = iter([[(0, sample) for sample in samples]])
+    loader = keyed_loader(source, wanted, data, seed, num_workers=1)
     batch = next(loader)
     next(loader, None)  # nothing is left: here the framework ends the worker, and not before
     return raise_if_failed(batch)

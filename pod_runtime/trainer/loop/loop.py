@@ -214,9 +214,9 @@ class Loop:
         self._reader_factory = reader
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
-        self._has_come_to_steps = False  # or to the end, where none are left
-        self._is_noted = False  # what the model is like before the first step
+        self._has_come_to_steps = False  # and what the model is like is noted
         self._epoch: Epoch | None = None  # None: none was asked for
+        self._number = Loop._made  # among those of this process
         env = TrainerEnv.read(os.environ)
         self._joiner = StageJoiner(
             settings,
@@ -232,9 +232,8 @@ class Loop:
                 all_reduce=all_reduce,
                 join_on_gpu=env.join_on_gpu,
             ),
-            loop_number=Loop._made,
+            loop_number=self._number,
         )
-        self._number = Loop._made  # among those of this process
         Loop._made += 1
         self._source = self._joiner.source
         self._framework = self._joiner.framework
@@ -585,7 +584,7 @@ class Loop:
         Raises:
             StateError: they are in the steps that follow it, or beyond.
         """
-        if not self._joiner.joins or self._has_come_to_steps:
+        if not self._joiner.joins or self._has_come_to_steps or self._finished:
             return
         progress = self._entered().stage.progress
         cursor = progress.cursor
@@ -608,9 +607,8 @@ class Loop:
     def _run_epoch(self) -> Iterator[Step]:
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
-        self._has_come_to_steps = True
-        if not self._is_noted:
-            self._is_noted = True
+        if not self._has_come_to_steps:
+            self._has_come_to_steps = True
             self._framework.state.uncarried_changes()  # remembers what the model is like
         if self._steps is None:
             self._changes.note()
@@ -763,7 +761,6 @@ class Loop:
         """Have the final checkpoint on disk, and report that the training is done."""
         if self._finished:
             return
-        self._has_come_to_steps = True
         steps = self._entered()
         steps.feed.close()
         while not steps.stage.is_saved:

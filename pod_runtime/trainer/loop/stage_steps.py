@@ -96,9 +96,9 @@ class StageSteps:
         is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
         if result.request.snapshot or is_over or is_first:
             self._check_script()
-            # What changes every other step has, between the first and the third.
             if self.cursor.global_step == _FIRST_STEPS:
                 self._check_counters()
+            # What changes every other step has, between the first and the third.
             if self.cursor.global_step in (1, _FIRST_STEPS) or (
                 is_over and stage.framework.beside.is_due
             ):

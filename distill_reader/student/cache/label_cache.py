@@ -3,7 +3,8 @@
 import logging
 import threading
 import zlib
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,9 @@ class LabelCache:
                     f"{_shown(_of_any_length(described))}"
                 )
             self._known_signature = piece.signature
+        find = _finder(item.pieces)
         for number, check in checks.items():
-            own = _check_input(item.pieces, number) or 1
+            own = _check_input(*find(number)) or 1
             # A text is padded to the longest of its batch: with another length nothing is known.
             if own >> 32 == check >> 32 and own != check:
                 raise self._other_inputs(
@@ -169,7 +171,7 @@ class LabelCache:
             inputs = Inputs(
                 layout=described if varies else of_any_length,
                 also=(described, of_any_length),
-                check=lambda row: _check_of(request, row),
+                check=_row_check(request),
             )
             store.add(np.concatenate(keys), columns, served, inputs)
 
@@ -201,29 +203,42 @@ def _of_any_length(inputs: Described) -> Described:
     )
 
 
-def _check_of(request: Request, row: int) -> int:
-    """Return the checksum of one sample's inputs; 0: the consumer may have altered them."""
-    check = _check_input(request.pieces, row)
-    return check if request.is_unshared else 0
+def _row_check(request: Request) -> Callable[[int], int]:
+    """Return a function: the checksum of the inputs of a sample, by its index over all pieces.
 
-
-def _check_input(pieces: Sequence[ItemPiece], row: int) -> int:
-    """Return a checksum of one sample's inputs: of shapes in the upper 32 bits, then of values.
-
-    Args:
-        row: index of the sample over all pieces.
+    0: the consumer may have altered them meanwhile.
     """
-    for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
-        if row < end:
-            shapes = values = 0
-            at = row - (end - piece.samples)
-            for arrays in piece.rows:
-                is_each = len(arrays) == piece.samples
-                sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
-                shapes = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), shapes)
-                values = zlib.crc32(_part(sample), values)
-            return shapes << 32 | values
-    raise IndexError(row)
+    find = _finder(request.pieces)
+
+    def check(row: int) -> int:
+        piece, at = find(row)
+        found = _check_input(piece, at)
+        return found if piece.item.missing and not request.is_answered else 0
+
+    return check
+
+
+def _finder(pieces: Sequence[ItemPiece]) -> Callable[[int], tuple[ItemPiece, int]]:
+    """Return a function: the piece of a sample, and its index there, by that over all pieces."""
+    ends = list(accumulate(piece.samples for piece in pieces))
+
+    def find(row: int) -> tuple[ItemPiece, int]:
+        number = bisect_right(ends, row)
+        piece = pieces[number]
+        return piece, row - ends[number] + piece.samples
+
+    return find
+
+
+def _check_input(piece: ItemPiece, at: int) -> int:
+    """Return a checksum of one sample's inputs: of shapes in the upper 32 bits, then of values."""
+    shapes = values = 0
+    for arrays in piece.rows:
+        is_each = len(arrays) == piece.samples
+        sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
+        shapes = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), shapes)
+        values = zlib.crc32(_part(sample), values)
+    return shapes << 32 | values
 
 
 def _part(sample: Any) -> Any:

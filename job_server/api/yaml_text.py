@@ -75,8 +75,7 @@ def load_yaml(text: str, lists: Collection[str] | None = ()) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            if lists is None or lists:
-                _keep_texts(loader, node, lists)
+            _keep_texts(loader, node, lists)
             return loader.construct_document(node)
         finally:
             loader.dispose()

@@ -351,7 +351,7 @@ class Engine:
             entry.due_at = self.now() + RETRY_S
 
     def _stop_half_deleted(self, entry: JobEntry) -> None:
-        """Stop a job that a server of the version before was killed before it had it stopped."""
+        """Stop a job whose delete a server of the version before was killed amid."""
         if entry.forget and not entry.state.ended and entry.job.goal.ends_as is None:
             self._step_or_log(entry, StopAsked())
 

@@ -221,7 +221,10 @@ def _stay(work: Work, reason: str) -> None:
 
 
 def is_refused(job: Job, now: float) -> bool:
-    """Whether the job could not be stopped just now, and would still lose steps by it."""
+    """Whether the job could not be stopped just now, and would still lose steps by it.
+
+    In the first moments whatever it may lose.
+    """
     since = job.share.refused_at
     if since <= 0 or now >= since + REFUSED_S:
         return False

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,29 +321,27 @@ def test_a_job_that_is_being_stopped_already_is_deleted_or_is_not(tmp_path):
         assert [each.forget for each in store.jobs()] == [True]
 
 
-def test_a_delete_of_which_only_half_was_written_is_made_when_the_server_starts(tmp_path):
-    path = str(tmp_path / "server.db")
+def half_deleted(folder: Path) -> str:
+    """Return a database as a server of the version before left it that was killed amid a delete."""
+    path = str(folder / "server.db")
     with closing(JobService(Store(path))) as service:
         service.start()
         service.submit(SPEC)
         entry = service.engine.jobs["digits"]
-        # as a server of the version before did, which was killed after that
         service.engine.store.save_job("digits", wire.encode(entry.job), forget=True)
         entry.forget = True  # closing it writes the job once more
+    return path
+
+
+def test_a_delete_of_which_only_half_was_written_is_made_when_the_server_starts(tmp_path):
+    path = half_deleted(tmp_path)
     with closing(JobService(Store(path))) as service:
         service.start()
         assert service.job_ids() == []
 
 
 def test_half_a_delete_is_made_later_when_the_disk_is_full_as_the_server_starts(tmp_path):
-    path = str(tmp_path / "server.db")
-    with closing(JobService(Store(path))) as service:
-        service.start()
-        service.submit(SPEC)
-        entry = service.engine.jobs["digits"]
-        service.engine.store.save_job("digits", wire.encode(entry.job), forget=True)
-        entry.forget = True  # closing it writes the job once more
-    store = FaultyStore(path)
+    store = FaultyStore(half_deleted(tmp_path))
     with closing(JobService(store)) as service:
         store.is_full = True
         service.start()

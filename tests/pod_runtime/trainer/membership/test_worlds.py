@@ -30,13 +30,14 @@ def out(launcher: FakeLauncher, *more: str, step_s: float = 0.3) -> tuple[str, .
     return ("--out", str(folder), "--step_s", str(step_s), "--hurry", hurry, *more)
 
 
-def prepared_beside(job: FakeLauncher) -> tuple[Stage, Stage]:
+def prepared_beside(job: FakeLauncher, *args: str, step: int = 3) -> tuple[Stage, Stage]:
     """Return a stage of one trainer that has made steps, and one of two that is prepared."""
-    old = job.start(1, *out(job))
-    new = job.start(2, *out(job), overlaps=True)
+    args = args or out(job)
+    old = job.start(1, *args)
+    new = job.start(2, *args, overlaps=True)
     new.wait_all("prepared")
     old.go()
-    old.wait_step(3)
+    old.wait_step(step)
     return old, new
 
 
@@ -154,11 +155,7 @@ def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_ol
 def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_and_crashes(launch):
     job = launch("counting.py", 2)
     args = out(job, "--draws")
-    old = job.start(1, *args)
-    new = job.start(2, *args, overlaps=True)
-    new.wait_all("prepared")
-    old.go()
-    old.wait_step(2)
+    old, new = prepared_beside(job, *args, step=2)
     old.cut()
     new.commit((1, old.drained()))
     new.wait_step(9)
@@ -174,11 +171,7 @@ def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_
 def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
     job = launch("counting.py", 2)
     args = out(job, "--draws")
-    old = job.start(1, *args)
-    new = job.start(2, *args, overlaps=True)
-    new.wait_all("prepared")
-    old.go()
-    old.wait_step(8)  # amid the next epoch
+    old, new = prepared_beside(job, *args, step=8)  # amid the next epoch
     old.cut()
     new.commit((1, old.drained()))
     assert new.codes() == [1, 1], new.logs()

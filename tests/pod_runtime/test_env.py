@@ -122,6 +122,13 @@ def test_the_users_own_number_of_threads_stays():
     assert env["OMP_NUM_THREADS"] == "4"
 
 
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_the_users_own_settings_of_the_allocator_stay(name):
+    env = trainer(pod=replace(POD, slot_kind=SlotKind.CPU), **{name: "1"})
+    found = {key: each for key, each in env.items() if key.startswith(("MALLOC", "GLIBC"))}
+    assert found == {name: "1"}
+
+
 def test_a_rank_of_another_pod_is_refused():
     with pytest.raises(ValueError, match="rank: 0 is not one of pod pod_1_0 in stage 5"):
         trainer(rank=0)

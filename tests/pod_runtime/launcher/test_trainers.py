@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from job_server.api.wire import Order, PlanPod
+from job_server.api.wire import Order, PlanPod, SlotKind
 from pod_runtime import processes
+from pod_runtime.env import spare_environment
 from pod_runtime.errors import SpawnError
 from pod_runtime.launcher.console import Console
 from pod_runtime.launcher.segments import highest_stage
@@ -141,6 +142,23 @@ def test_defaults_give_way_to_what_the_user_has_set():
     assert env["PYTHONUNBUFFERED"] == "1"
     assert env["PYTHONWARNINGS"] == "error,ignore:No ccache found"
     assert with_defaults({})["PYTHONWARNINGS"] == "ignore:No ccache found"
+
+
+def test_what_a_step_frees_is_there_for_the_next_one(tmp_path):
+    code = (
+        "import resource\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def step(): [bytearray(b'x') * (4 << 20) for _ in range(40)]\n"
+        "step(); before = faults(); step(); print(faults() - before)\n"
+    )
+    made = spare_environment({}, replace(POD, slot_kind=SlotKind.CPU))
+    ours = {name: value for name, value in made.items() if name.startswith("MALLOC_")}
+    pages = []
+    for rank, env in enumerate(({}, ours)):
+        process = start(tmp_path, code, rank, **env)
+        assert process.reap() == 0
+        pages.append(int(process.last_words()))
+    assert pages[1] < pages[0] / 10, f"{pages[1]} pages were fetched again, {pages[0]} by default"
 
 
 def plan_pod(*ports: int) -> PlanPod:

@@ -2,11 +2,11 @@
 
     python benchmarks/promises.py --framework torch --model resnet18 --trainers 2 --json FILE
 
-All ways train the same network over the same data in the same processes, in alternating blocks: the
-group that the loop forms serves DistributedDataParallel or paddle.DataParallel as well. Each
-trainer has one core. `plain` computes a trainer's share of a batch in one piece; `plain, 3 shards`
-takes as many pieces as the loop, and accumulates. A figure is the ratio of blocks of the same
-round; the interval is a bootstrap over the rounds.
+All ways train the same network over the same data, each in processes of its own, whose blocks of
+steps take turns. Each trainer has one core. The loop's processes have a trainer's settings of the
+allocator; a `plain` loop has none, as users start it, and `plain, settings` has the same. `plain, 3
+shards` takes as many pieces as the loop, and accumulates. A figure is the ratio of blocks of the
+same round; the interval is a bootstrap over the rounds.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:No ccache found")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
 from benchmarks.harness import HOST, block, free_port, interval
+from pod_runtime.env import ALLOCATOR
 
-RANK = "PROMISES_RANK"
+WAY, RANK = "PROMISES_WAY", "PROMISES_RANK"
+ANSWER = "seconds of a step:"
 SHAPES = {"lenet": (1, 28, 28), "resnet18": (3, 32, 32)}
 BATCHES_OF_DATA = 200
 
@@ -64,6 +67,7 @@ class Torch:
         network, optimizer = self.make()
         size, data = self.batch // self.trainers // shards, self.data()
         if self.trainers > 1:
+            self.torch.distributed.init_process_group("gloo")
             network = DistributedDataParallel(network)
             loader = DataLoader(data, batch_size=size, sampler=DistributedSampler(data))
         else:
@@ -106,6 +110,7 @@ class Paddle:
         network, optimizer = self.make()
         size, data = self.batch // self.trainers // shards, self.data()
         if self.trainers > 1:
+            self.paddle.distributed.init_parallel_env()
             network = self.paddle.DataParallel(network)
             sampler = io.DistributedBatchSampler(data, size, shuffle=True)
             loader = io.DataLoader(data, batch_sampler=sampler)
@@ -144,31 +149,113 @@ def elastic_steps(parts: Torch | Paddle, **arguments: Any) -> Iterator[None]:
             yield
 
 
-def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Return the medians of each way, and its ratios to what it is compared with."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to train."""
+
+    is_elastic: bool
+    shards: int | None = None  # None: a trainer's share in one piece
+    settings: bool = True  # of the allocator, as EDL's trainers have them
+
+    @property
+    def name(self) -> str:
+        kind = "plain" if not self.is_elastic else "rounding" if self.shards else "statistics"
+        shards = f", {self.shards} shards" if self.shards else ""
+        return kind + shards + ", settings" * (self.settings and not self.is_elastic)
+
+    def steps(self, parts: Torch | Paddle) -> Iterator[None]:
+        if not self.is_elastic:
+            return parts.plain(self.shards or 1)
+        if self.shards:
+            return elastic_steps(parts, shards=self.shards)
+        return elastic_steps(parts, promise="statistics")
+
+
+def all_ways(args: argparse.Namespace) -> tuple[list[Way], list[tuple[str, str]]]:
+    """Return the ways to train, and the names of those that are compared."""
+    plain = [Way(is_elastic=False, settings=settings) for settings in (False, True)]
+    ways, pairs = [Way(is_elastic=True), *plain], [("statistics", each.name) for each in plain]
+    for shards in args.shards:
+        way = Way(is_elastic=True, shards=shards)
+        others = plain
+        if args.trainers == 1 and args.batch % shards == 0:
+            others = [
+                Way(is_elastic=False, shards=shards, settings=each.settings) for each in plain
+            ]
+        ways += [way, *(each for each in others if each not in ways)]
+        pairs += [(way.name, each.name) for each in others]
+    return ways, pairs
+
+
+class Trainers:
+    """The processes of one way, which wait until they are to make a block of steps."""
+
+    def __init__(self, way: Way, count: int) -> None:
+        ends = [f"{HOST}:{free_port()}" for _ in range(count)]
+        common = {
+            WAY: way.name,
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": ends[0].rpartition(":")[2],
+            "PADDLE_TRAINERS_NUM": str(count),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
+        } | (ALLOCATOR if way.settings else {})
+        self._processes = []
+        for rank, end in enumerate(ends):
+            ranks = dict.fromkeys((RANK, "RANK", "LOCAL_RANK", "PADDLE_TRAINER_ID"), str(rank))
+            process = subprocess.Popen(
+                [sys.executable, *sys.argv],
+                env={**os.environ, **common, **ranks, "PADDLE_CURRENT_ENDPOINT": end},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._processes.append(process)
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Return (wall, processor) seconds of a step, of rank 0."""
+        for each in self._processes:
+            print(steps, file=each.stdin, flush=True)
+        answers = [self._answer(each) for each in self._processes]
+        wall, cpu = answers[0]
+        return wall, cpu
+
+    def _answer(self, process: "subprocess.Popen[str]") -> list[float]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                return [float(each) for each in line.removeprefix(ANSWER).split()]
+        raise SystemExit(f"a trainer has ended with code {process.wait()}")
+
+    def end(self) -> None:
+        for each in self._processes:
+            each.kill()
+            each.communicate()
+
+
+def train(args: argparse.Namespace, way: Way, rank: int) -> None:
+    """Make blocks of steps, as many steps as each line of the standard input says."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     kind = Torch if args.framework == "torch" else Paddle
-    parts = kind(args.model, args.batch, args.trainers)
-    ways = {"statistics": elastic_steps(parts, promise="statistics")}
-    against = {"statistics": ["plain"]}
-    for shards in args.shards:
-        name = f"rounding, {shards} shards"
-        ways[name] = elastic_steps(parts, shards=shards)
-        against[name] = ["plain"]
-        if args.trainers == 1 and args.batch % shards == 0:
-            against[name].append(f"plain, {shards} shards")
-    for way in list(ways.values()):  # they form the group, and have looked for what trains beside
-        block(way, 4)
-    ways |= {"plain": parts.plain(1)}
-    for names in list(against.values()):
-        for name in names[1:]:
-            ways[name] = parts.plain(int(name.split()[1]))
-    for way in ways.values():
-        block(way, args.warm)
-    rows: list[dict[str, tuple[float, float]]] = []
-    for number in range(args.rounds):
-        order = list(ways) if number % 2 else list(reversed(ways))
-        rows.append({name: block(ways[name], args.steps) for name in order})
+    steps = way.steps(kind(args.model, args.batch, args.trainers))
+    for line in sys.stdin:
+        print(ANSWER, *block(steps, int(line)), flush=True)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of each way, and its ratios to what it is compared with."""
+    ways, pairs = all_ways(args)
+    trainers = {way.name: Trainers(way, args.trainers) for way in ways}
+    try:
+        for each in trainers.values():
+            each.block(args.warm)
+        rows: list[dict[str, tuple[float, float]]] = []
+        for number in range(args.rounds):
+            order = list(trainers) if number % 2 else list(reversed(trainers))
+            rows.append({name: trainers[name].block(args.steps) for name in order})
+    finally:
+        for each in trainers.values():
+            each.end()
     return {
         "framework": args.framework,
         "model": args.model,
@@ -182,7 +269,7 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
                 "cpu_ms": 1e3 * statistics.median(row[name][1] for row in rows),
                 "images_per_s": args.batch / statistics.median(row[name][0] for row in rows),
             }
-            for name in ways
+            for name in trainers
         },
         # Steps' times; of images per second the inverse.
         "ratios": {
@@ -190,8 +277,7 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
                 unit: interval([row[name][index] / row[other][index] for row in rows])
                 for index, unit in enumerate(("wall", "cpu"))
             }
-            for name, others in against.items()
-            for other in others
+            for name, other in pairs
         },
     }
 
@@ -201,7 +287,7 @@ def report(found: dict[str, Any]) -> str:
     lines = ["{framework}, {model}, batch {batch}, {trainers} trainers".format(**found)]
     for name, way in found["ways"].items():
         lines.append(
-            f"  {name:22} {way['ms']:8.2f} ms a step, {way['images_per_s']:8.1f} images/s, "
+            f"  {name:25} {way['ms']:8.2f} ms a step, {way['images_per_s']:8.1f} images/s, "
             f"processor {way['cpu_ms']:8.2f} ms"
         )
     for name, units in found["ratios"].items():
@@ -213,31 +299,6 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def launch(trainers: int) -> int:
-    """Run this program once for each trainer; return its exit code."""
-    ends = [f"{HOST}:{free_port()}" for _ in range(trainers)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env={
-                **os.environ,
-                RANK: str(rank),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(trainers),
-                "MASTER_ADDR": HOST,
-                "MASTER_PORT": ends[0].rpartition(":")[2],
-                "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": str(trainers),
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
-                "PADDLE_CURRENT_ENDPOINT": ends[rank],
-            },
-        )
-        for rank in range(trainers)
-    ]
-    return max(abs(process.wait()) for process in processes)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--framework", choices=("torch", "paddle"), required=True)
@@ -247,18 +308,17 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="*", default=[3], help="of rounding")
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20, help="of each way in a round")
-    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=20, help="steps before the first round")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rank = os.environ.get(RANK)
-    if rank is None:
-        sys.exit(launch(args.trainers))
-    found = measure(args, int(rank))
-    if int(rank) == 0:
-        print(report(found), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
-    os._exit(0)  # the group's threads wait for each other in an orderly end
+    if WAY in os.environ:
+        ways = {way.name: way for way in all_ways(args)[0]}
+        train(args, ways[os.environ[WAY]], int(os.environ[RANK]))
+        os._exit(0)  # the group's threads wait for each other in an orderly end
+    found = measure(args)
+    print(report(found), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -83,9 +83,6 @@ class Launcher:
         connect_server: Callable[[], JobServerApi],
     ) -> None:
         self._config, self._env = config, pod_env
-        self._pod = state.LauncherState(
-            pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
-        )
         self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
@@ -99,6 +96,12 @@ class Launcher:
         self._channel = TrainerChannel(pod_env.pod_id)
         self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
         self._pool = TrainerPool(config, pod_env, environ, self._channel.name)
+        self._pod = state.LauncherState(
+            pod_id=pod_env.pod_id,
+            node_id=pod_env.node_id,
+            grace_s=pod_env.grace_s,
+            adapter=self._pool.adapter,
+        )
         self._status = self._attach_now()  # replaced as a whole, so other threads may read it
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):

@@ -202,6 +202,9 @@ class LauncherState:
     reported: frozenset[tuple[Any, ...]] = frozenset()  # since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
+    adapter: str = (
+        ""  # of the framework that the script imports; "": not known before a trainer says
+    )
     spares: int = 0  # warm processes, those that still import included
     warming: bool = False  # one of them imports
     hurried: bool = False  # a trainer waits for that one
@@ -501,7 +504,8 @@ def awaits_spare(pod: LauncherState) -> bool:
     """
     if pod.orders is None or pod.forks is False:
         return False
-    return pod.warming or (pod.spares == 0 and pod.orders.spares > 0 and pod.orders.adapter != "")
+    is_known = (pod.orders.adapter or pod.adapter) != ""
+    return pod.warming or (pod.spares == 0 and pod.orders.spares > 0 and is_known)
 
 
 def find_joining(pod: LauncherState, key: Key) -> StageRun | None:

@@ -21,6 +21,13 @@ from pod_runtime.spare import MARK
 
 _ESSENCE_CHARS = 300
 _TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
+ADAPTERS = {  # by framework: the module of its adapter, which spares import
+    name: f"pod_runtime.trainer.frameworks.{name}.framework" for name in ("paddle", "torch")
+}
+_IMPORT = re.compile(r"^(?:import|from)\b[^#\n]*?\b(paddle|torch)\b", re.MULTILINE)
+_SETS_ENVIRONMENT = re.compile(
+    r"\benviron\s*(?:\[.*?\]\s*)?\|?=(?!=)|\benviron\.(?:setdefault|update)\b|\bputenv\b"
+)
 _CCACHE = "ignore:No ccache found"  # a warning of Paddle's import on machines without ccache
 
 
@@ -127,6 +134,22 @@ class TrainerProcess:
 def is_script(argv: Sequence[str]) -> bool:
     """Whether a command runs a Python script by this interpreter, without interpreter options."""
     return argv[0] == sys.executable and len(argv) > 1 and not argv[1].startswith("-")
+
+
+def adapter_of(argv: Sequence[str]) -> str:
+    """Return the adapter of the framework that a script imports at its top; "": none is seen.
+
+    Of a script that sets variables of the environment before, which the framework may read when it
+    is imported, none is told: a spare would have imported it without them.
+    """
+    try:
+        text = Path(argv[1]).read_text() if is_script(argv) else ""
+    except (OSError, ValueError):  # the trainers will say what is wrong with it
+        return ""
+    found = _IMPORT.search(text)
+    if found is None or _SETS_ENVIRONMENT.search(text, 0, found.start()):
+        return ""
+    return ADAPTERS[found[1]]
 
 
 def with_defaults(env: Mapping[str, str]) -> dict[str, str]:

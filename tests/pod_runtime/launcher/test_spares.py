@@ -406,6 +406,22 @@ def spawns(actions: list[object]) -> bool:
     return any(isinstance(action, Spawn) for action in actions)
 
 
+def test_a_jobs_first_trainers_are_made_of_a_spare_where_the_script_says_its_framework():
+    orders = PodOrders(
+        server_id="s", revision=1, plans=(plan(1, Order.START),), heartbeat_s=1.0, spares=1
+    )
+    pod = Simulated()
+    pod.pod = ordered(pod.pod, orders)
+    assert spawns(pod.settle())
+    pod = Simulated()
+    pod.pod = ordered(replace(pod.pod, adapter="some.adapter"), orders)
+    assert pod.settle() == [WarmSpare(hurry=True)]
+    pod.pod = spare_started(pod.pod)
+    assert not spawns(pod.settle())
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=True)
+    assert spawns(pod.settle())
+
+
 @pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN, Way.START])
 def test_a_new_pods_first_trainers_are_made_of_a_spare_that_stays(way):
     order = Order.START if way is Way.START else Order.PREPARE

@@ -25,6 +25,7 @@ from pod_runtime.launcher.segments import highest_stage
 from pod_runtime.launcher.trainer_pool import LaunchConfig, TrainerPool, drop_old_logs
 from pod_runtime.launcher.trainers import (
     TrainerProcess,
+    adapter_of,
     essence,
     find_taken_port,
     with_defaults,
@@ -142,6 +143,37 @@ def test_defaults_give_way_to_what_the_user_has_set():
     assert env["PYTHONUNBUFFERED"] == "1"
     assert env["PYTHONWARNINGS"] == "error,ignore:No ccache found"
     assert with_defaults({})["PYTHONWARNINGS"] == "ignore:No ccache found"
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        ('"""A script."""\nimport torch\n', "torch"),
+        ("import os, paddle as p\nimport torch", "paddle"),
+        ("from torch.utils.data import DataLoader\n", "torch"),
+        ("import os\nrank = os.environ['RANK']\nimport torch\nos.environ['A'] = '1'\n", "torch"),
+        ("import os\nif os.environ.get('A') == '1':\n    print()\nimport torch\n", "torch"),
+        # The framework may read what is set before.
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n", ""),
+        ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '2')\nimport torch\n", ""),
+        ("import os\nos.environ |= {'OMP_NUM_THREADS': '2'}\nimport torch\n", ""),
+        ("from models import torch_net\nimport numpy  # torch\n", ""),
+        ("def main():\n    import torch\n", ""),  # perhaps never
+        ("", ""),
+    ],
+)
+def test_the_framework_that_a_script_imports(tmp_path, text, framework):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    found = adapter_of([sys.executable, str(script)])
+    assert found == (f"pod_runtime.trainer.frameworks.{framework}.framework" if framework else "")
+    assert adapter_of(["bash", str(script)]) == ""
+
+
+def test_of_a_script_that_cannot_be_read_no_framework_is_known(tmp_path):
+    assert adapter_of([sys.executable, str(tmp_path / "train.py")]) == ""
+    (tmp_path / "train.py").write_bytes(b"import torch  # \xff\n")
+    assert adapter_of([sys.executable, str(tmp_path / "train.py")]) == ""
 
 
 def test_what_a_step_frees_is_there_for_the_next_one(tmp_path):

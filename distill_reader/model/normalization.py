@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import BadRequest, ModelError, UsageError
-from distill_reader.model.specs import InputEncoding, TensorSpec
+from distill_reader.model.specs import InputEncoding, TensorSpec, find_tensor
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
@@ -215,12 +215,17 @@ def check_inputs(
     """
     found: dict[str, Normalization] = {}
     for name, normalization in normalizations.items():
-        tensors = [tensor for tensor in inputs if name in (tensor.name, tensor.variable)]
-        if not tensors:
+        tensor = find_tensor(inputs, name)
+        if tensor is None:
             raise UsageError(
                 f"normalization: {name!r} is not an input of the model; it takes "
                 f"{', '.join(tensor.name for tensor in inputs)}"
             )
-        normalization.accepted(tensors[0])
-        found[tensors[0].name] = normalization
+        if tensor.name in found:
+            raise UsageError(
+                f"normalization: {name!r} is the input {tensor.name!r}, which has one; give one "
+                f"for each input"
+            )
+        normalization.accepted(tensor)
+        found[tensor.name] = normalization
     return found

@@ -1,5 +1,6 @@
 """Specs of a served model: names, types and shapes of its inputs and outputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,13 +103,20 @@ class ModelSpec:
         return _find(self.outputs, name, self.name, "output")
 
 
+def find_tensor(specs: Sequence[TensorSpec], name: str) -> TensorSpec | None:
+    """Return the tensor that a name means; None: there is none.
+
+    A name comes before the variable of another tensor that is called so.
+    """
+    by_name = [spec for spec in specs if name == spec.name]
+    by_variable = [spec for spec in specs if name == spec.variable]
+    return next(iter((*by_name, *by_variable)), None)
+
+
 def _find(specs: tuple[TensorSpec, ...], name: str, model: str, kind: str) -> TensorSpec:
-    for spec in specs:
-        if name == spec.name:
-            return spec
-    for spec in specs:
-        if name == spec.variable:
-            return spec
+    found = find_tensor(specs, name)
+    if found is not None:
+        return found
     raise BadRequest(
         f"model {model} has no {kind} {name!r}; it has {', '.join(spec.name for spec in specs)}"
     )

@@ -400,7 +400,8 @@ async def _own_address(addresses: Sequence[RegistryAddress], family: socket.Addr
         for address in addresses:
             try:
                 return await _address_towards(*address.host_port, family)
-            except OSError as error:
+            # A host that no name server can have, or no thread to ask one.
+            except (OSError, UnicodeError, RuntimeError) as error:
                 reasons.append(f"{address}: {error}")
         if time.monotonic() - logged_s >= _LOG_EVERY_S:
             logged_s = time.monotonic()

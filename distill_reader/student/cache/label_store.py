@@ -73,7 +73,8 @@ class RowLayout:
         at = 0
         for dtype, shape in self.columns:
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            part = np.ascontiguousarray(rows[:, at : at + size])
+            # A copy, also of a single row: its bytes may lie where this type must not begin.
+            part = rows[:, at : at + size].copy()
             columns.append(part.view(dtype).reshape(len(rows), *shape))
             at += size
         return tuple(columns)

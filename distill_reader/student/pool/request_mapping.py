@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec, find_tensor
 from distill_reader.student.batches.feed import Request
 from distill_reader.student.batches.items import Signature
 from distill_reader.student.clients.client import Array
@@ -58,13 +58,14 @@ class RequestMapping:
                 raise BadRequest(
                     f"{endpoint}: model {spec.name}: input {tensor.name} {tensor.unusable}"
                 )
-            names = [name for name in sent if name in (tensor.name, tensor.variable)]
+            names = [name for name in sent if find_tensor(spec.inputs, name) is tensor]
             if not names:
                 raise BadRequest(
                     f"{endpoint}: model {spec.name} takes {tensor.name!r}, which is no name in "
                     f"`ins` ({', '.join(sent)}): name the field of that input so"
                 )
-            self._inputs.append((sent.index(names[0]), tensor.name, tensor))
+            field = tensor.name if tensor.name in names else names[0]
+            self._inputs.append((sent.index(field), tensor.name, tensor))
         pixels = {name for name, _ in wire_ins}
         self._is_pixels = {
             index: self._goes_as_pixels(sent[index], tensor, pixels)

@@ -170,8 +170,15 @@ class PredictorPool:
         receiver = threading.Thread(
             target=self._receive, args=(predictor,), name=f"predictor-{index}", daemon=True
         )
+        try:
+            receiver.start()
+        except RuntimeError as error:  # there are too many threads
+            del self._alive[index]
+            process.kill()
+            process.wait()
+            predictor.channel.close()
+            raise OSError(str(error)) from error
         self._receivers.append(receiver)
-        receiver.start()
 
     def _receive(self, predictor: Predictor) -> None:
         """Pass on the messages of a predictor until it is gone."""

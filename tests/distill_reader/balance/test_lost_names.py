@@ -9,6 +9,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,28 @@ class TestATeacherThatIsToFindItsOwnAddress:
         finally:
             registrar.stop()
         wait_until(lambda: not server.teachers())
+
+    @pytest.mark.parametrize("host", ["discovery..svc", f"{'x' * 64}.svc"])
+    def test_says_that_it_has_no_registry_where_no_host_can_be_called_so(self, host, run, caplog):
+        server = run(LocalDiscovery)
+        config = RegistrarConfig(
+            addresses=registry_addresses(f"{host}:7001,{server.endpoint}", "where"),
+            service="svc",
+            server="0.0.0.0:9292",
+        )
+        registrar = RegistrarThread(replace(config, addresses=config.addresses[:1]), lambda: True)
+        registrar.start()
+        try:
+            wait_until(lambda: f"{host}:7001" in caplog.text)
+        finally:
+            registrar.stop()
+        assert "--advertise" in caplog.text
+        registrar = RegistrarThread(config, lambda: True)  # another registry can be reached
+        registrar.start()
+        try:
+            wait_until(lambda: server.teachers() == {"127.0.0.1:9292"})
+        finally:
+            registrar.stop()
 
     def test_is_found_by_the_family_that_it_listens_on(self, run, monkeypatch):
         server = run(LocalDiscovery)

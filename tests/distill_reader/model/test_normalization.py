@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ def test_an_input_goes_by_either_name_and_must_be_there():
     assert check_inputs({"x": IMAGENET}, [tensor(3, 8, 8)]) == {"image": IMAGENET}
     with pytest.raises(UsageError, match="'picture' is not an input of the model; it takes image"):
         check_inputs({"picture": IMAGENET}, [tensor(3, 8, 8)])
+    with pytest.raises(UsageError, match="'x' is the input 'image', which has one"):
+        check_inputs({"image": IMAGENET, "x": IMAGENET}, [tensor(3, 8, 8)])
+
+
+def test_an_inputs_name_comes_before_the_variable_of_another_one():
+    left, right = (
+        replace(tensor(3, 8, 8), name=name, variable=variable)
+        for name, variable in (("left", "right"), ("right", "left"))
+    )
+    for inputs in ([left, right], [right, left]):
+        assert check_inputs({"left": IMAGENET}, inputs) == {"left": IMAGENET}
 
 
 @pytest.mark.parametrize(

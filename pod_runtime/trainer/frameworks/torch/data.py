@@ -53,7 +53,9 @@ class TorchData:
         if isinstance(fields, np.ndarray):
             if fields.dtype.kind in _NO_TENSORS:
                 return fields
-            is_plain = fields.flags.writeable and min(fields.strides, default=0) >= 0
+            # Else it is a view that PyTorch cannot have, such as a field of a structured array.
+            is_plain = all(each >= 0 and each % fields.itemsize == 0 for each in fields.strides)
+            is_plain = is_plain and fields.flags.writeable and fields.flags.aligned
             fields = torch.from_numpy(fields if is_plain else fields.copy())
         if isinstance(fields, torch.Tensor):
             return fields.to(self._device, non_blocking=True)

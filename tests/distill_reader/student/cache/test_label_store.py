@@ -17,7 +17,8 @@ import pytest
 from distill_reader.errors import UsageError
 from distill_reader.student.batches.label_index import make_keys
 from distill_reader.student.cache import label_space
-from distill_reader.student.cache.label_store import Inputs, LabelStore
+from distill_reader.student.cache.label_store import Inputs, LabelStore, RowLayout
+from distill_reader.student.clients.client import Array
 from distill_reader.student.labels.labels import ServedOutput
 from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
 from tests.support import ROOT, wait_until
@@ -45,6 +46,17 @@ def start_writer(root: Path, *numbers: int) -> subprocess.Popen[str]:
 
 def holds(keys: Path, count: int) -> bool:
     return keys.stat().st_size > 24 * count
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_columns_of_other_types_are_arrays_of_their_own(samples: int):
+    layout = RowLayout(columns=(("float32", (7,)), ("int64", (1,))), served=())
+    columns: list[Array] = [np.arange(7 * samples, dtype=np.float32), np.arange(samples)]
+    rows = layout.join([each.reshape(samples, -1) for each in columns])
+    for found, column in zip(layout.split(rows), columns, strict=True):
+        assert found.reshape(-1).tolist() == column.tolist()
+        assert found.flags.aligned
+        assert all(stride % found.itemsize == 0 for stride in found.strides)
 
 
 def test_what_is_kept_is_found_by_this_store_and_the_next(tmp_path: Path):

@@ -51,6 +51,25 @@ def test_the_models_own_variable_names_are_names_too():
     assert list(feeds) == ["image"]
 
 
+@pytest.mark.parametrize("sent", [("y", "z"), ("z", "y"), ("label", "z", "y")])
+def test_a_name_comes_before_the_variable_of_another_input(sent: tuple[str, ...]):
+    inputs = tuple(
+        TensorSpec(name=name, dtype="float32", shape=(1,), variable=variable)
+        for name, variable in (("y", "x"), ("z", "y"))
+    )
+    values = {name: np.full((2, 1), number, np.float32) for number, name in enumerate(sent)}
+    feeds = fed(mapping(replace(SPEC, inputs=inputs), sent), *values.values())
+    assert {name: arrays[0] is values[name] for name, arrays in feeds.items()} == {
+        "y": True,
+        "z": True,
+    }
+
+
+def test_an_inputs_name_comes_before_its_variable():
+    name, variable = np.ones((2, 1, 2, 2), np.float32), np.zeros((2, 1, 2, 2), np.float32)
+    assert fed(mapping(sent=("x0", "image")), variable, name)["image"][0] is name
+
+
 def test_a_teacher_that_cannot_say_what_it_takes_gets_every_field():
     unknown = ModelSpec(name="", inputs=(), outputs=())
     feeds = fed(mapping(unknown, ("a", "b")), np.zeros(2), np.zeros(2))

@@ -548,6 +548,30 @@ def test_predictors_killed_under_load_leave_no_request_wrong_or_without_answer(f
     service.close()
 
 
+def test_a_teacher_that_gets_no_thread_for_a_new_predictor_keeps_the_others_and_tries_again(
+    folder, children, monkeypatch
+):
+    service = started(config(folder, "sums"))
+    killed, stays = children()
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("predictor-") and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    killed.kill()
+    wait_until(lambda: refused, WAIT_S)
+    wait_until(lambda: value(service, "edl_teacher_predictors_ready") == 2, WAIT_S)
+    assert stays.is_running()
+    image = images(1, 2, 3)
+    assert_sums(outputs(ask(service, image)), image)
+    service.close()
+
+
 def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(folder, children):
     service = started(config(folder, "sums", predict_timeout_s=8.0))
     hung = children()[0]

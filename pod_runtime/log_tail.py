@@ -1,5 +1,6 @@
 """Read the end of a log, and keep a log bounded. Standard library only."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -47,9 +48,17 @@ def cut_log(path: Path, limit: int = LOG_BYTES) -> bool:
     if path.stat().st_size <= limit:
         return False
     older = path.with_name(path.name + ".1")
+    room = shutil.disk_usage(path.parent).free + (older.stat().st_size if older.exists() else 0)
+    if room < path.stat().st_size:  # the copy would take what others need, and be cut off
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(older))
     with path.open("rb+") as log, older.open("wb") as copy:
-        shutil.copyfileobj(log, copy, 1 << 20)
-        copy.flush()
-        shutil.copyfileobj(log, copy)  # what was written meanwhile
+        try:
+            shutil.copyfileobj(log, copy, 1 << 20)
+            copy.flush()
+            shutil.copyfileobj(log, copy)  # what was written meanwhile
+            copy.flush()
+        except OSError:
+            older.unlink(missing_ok=True)
+            raise
         log.truncate(0)
     return True

@@ -63,6 +63,14 @@ def may_raise_priority() -> bool:
     return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
 
 
+def signal_name(number: int) -> str:
+    """Return e.g. `SIGKILL`, or `signal 35`: real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def set_priority(nice: int, pid: int | None = None) -> None:
     """Set the nice value of all threads of a process (None: this one); new ones inherit it.
 

@@ -346,7 +346,7 @@ def run(config: Config, screen: Screen) -> bool:
         (config.out / "status.html").write_text(api.page())
     finally:
         # From here on Ctrl-C would only leave processes behind.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _ENDS:
             signal.signal(number, signal.SIG_IGN)
         screen.live("stopping what was started")
         leftovers = processes.stop()
@@ -428,6 +428,9 @@ def usable_gpus(framework: str) -> tuple[int, str]:
     )
 
 
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
@@ -435,8 +438,9 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
 def main() -> int:
     config = parse()
     screen = Screen(sys.stdout)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+    for number in _ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     try:
         held = run(config, screen)
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ names_work() {
         case "$argument" in
             --jobs_dir | --jobs_dir=*) return 0 ;;
             -*) ;;
-            *) case "$previous" in --*=* | "" | [!-]*) return 0 ;; esac ;;
+            *) case "$previous" in --keep_pods | --*=* | "" | [!-]*) return 0 ;; esac ;;
         esac
         previous="$argument"
     done

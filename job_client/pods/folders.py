@@ -12,6 +12,7 @@ from pathlib import Path
 
 from job_client.config import ClientConfig
 from job_client.errors import PodStartError
+from job_server.api.text import signal_name
 from job_server.api.wire import NodePod, WireError, check_id
 
 logger = logging.getLogger(__name__)
@@ -220,4 +221,4 @@ def _wait(process: subprocess.Popen[bytes], cancel: threading.Event) -> int:
 
 
 def _outcome(code: int) -> str:
-    return f"exited with code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+    return f"exited with code {code}" if code >= 0 else f"ended by {signal_name(-code)}"

@@ -104,6 +104,7 @@ class SaveAttempt:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
+                    errors="replace",  # a library's warning may be in any encoding
                     start_new_session=True,  # a Ctrl-C is for the client, which decides
                 )
         except OSError as error:

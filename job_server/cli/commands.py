@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -518,6 +519,9 @@ def _drill(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 1, 86400)
     is_node = any(known.node.node_id == args.target for known in api.nodes())
     drill = drill_node if is_node else drill_job
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the node is used again
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     lines = drill(api, args.target, args.wait)
     print(json.dumps(lines, indent=2) if args.json else "\n".join(lines))
 

@@ -11,6 +11,7 @@ from pod_runtime.local.view import patient_output
 
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
 _LONGEST = 300  # lines of a traceback; what is longer is shown as it comes
+_LONGEST_LINE = 1 << 16  # bytes without a newline that are not shown yet: a bar may never have one
 _KNOWN = 50  # tracebacks that are remembered
 _STAGES = 3  # the logs of this many newest stages are read each time, ...
 _RARELY = 10  # ... those of the others only every tenth time
@@ -103,7 +104,7 @@ class TrainerOutput:
             return
         log.offset += len(added)
         *lines, log.begun = (log.begun + added).split(b"\n")
-        if last and log.begun:
+        if log.begun and (last or len(log.begun) > _LONGEST_LINE):
             lines.append(log.begun)
             log.begun = b""
         for line in lines:

@@ -77,13 +77,7 @@ class LocalSession:
         self._make_folder()
         with self._signals():
             try:
-                self._start()
-                try:
-                    status = self._watch()
-                except BrokenPipeError:  # as where `| tee log` has ended with its terminal
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                    self._interrupts = max(self._interrupts, 1)
-                    status = self._watch()
+                status = self._watch_patiently() if self._start() else None
                 self._keep_page()
                 self._end_programs()
             except LaunchError:
@@ -132,7 +126,8 @@ class LocalSession:
             if dropped:
                 show(f"deleted the folders of {len(dropped)} old runs (--keep_runs)")
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start server and client with the job; False: it was interrupted before that was there."""
         folder, spec = self._config.folder, self._config.spec
         self._server = LocalProgram(
             "job server",
@@ -143,7 +138,8 @@ class LocalSession:
             ],
             self._env, folder, folder / "server.log",
         )  # fmt: skip
-        self._submit()
+        if not self._submit():
+            return False
         slots = (
             [] if self._config.cpu_slots is None else ["--cpu_slots", str(self._config.cpu_slots)]
         )
@@ -160,14 +156,16 @@ class LocalSession:
         show(f"watch it at {self._url}/")
         with contextlib.suppress(JobServerError), self._connect() as api:  # `edl page` has another
             show(f"a browser opens it, once, by {api.page_link()}  (`edl page` prints another)")
+        return True
 
-    def _submit(self) -> None:
+    def _submit(self) -> bool:
+        """Submit the job; return whether it was, before an interrupt."""
         deadline = time.monotonic() + _START_S
         with self._connect() as api:
             while not self._interrupts:
                 try:
                     api.submit(self._config.spec)
-                    return
+                    return True
                 except Rejected as error:
                     raise LaunchError(str(error), 2) from error
                 except Retryable as error:
@@ -175,11 +173,21 @@ class LocalSession:
                     if time.monotonic() > deadline:
                         raise LaunchError(f"the job server does not answer: {error}") from error
                     time.sleep(_LOOK_EVERY_S)
+        return False
 
     def _connect(self) -> ApiClient:
         return ApiClient(self._url, self._config.token)
 
     # --- watch --------------------------------------------------------------------------------
+
+    def _watch_patiently(self) -> JobStatus | None:
+        """Do as `_watch`; where nobody reads what is shown any more, stop the job in order."""
+        try:
+            return self._watch()
+        except BrokenPipeError:  # as where `| tee log` has ended with its terminal
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._interrupts = max(self._interrupts, 1)
+            return self._watch()
 
     def _watch(self) -> JobStatus | None:
         """Show the job until it ends; None: it was cut short.
@@ -204,6 +212,9 @@ class LocalSession:
                 for event in watch.fetch_events():
                     show(without_end(event.text))
                 return status
+            if watch.is_deleted:
+                show("the job was deleted (`edl delete`)")
+                return None
             self._look_after_programs()
             if self._interrupts and not asked:
                 asked = True
@@ -317,7 +328,9 @@ class LocalSession:
         def handle(_number: int, _frame: object) -> None:
             self._interrupts += 1
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it runs under nohup
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield

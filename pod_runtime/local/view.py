@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import JobServerError
+from job_server.api.errors import JobServerError, NotFound
 from job_server.api.wire import JobEvent, JobState, JobStatus
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,9 @@ class JobWatch:
     """Two threads that follow one job: its newest status, and events that were not shown yet."""
 
     def __init__(self, connect: Callable[[], ApiClient], job_id: str) -> None:
+        """Follow a job that was submitted."""
         self.status: JobStatus | None = None  # None: not known yet
+        self.is_deleted = False  # the server has the job no longer
         self.changed = threading.Event()
         self._connect, self._job_id = connect, job_id
         self._events: list[JobEvent] = []
@@ -53,7 +55,7 @@ class JobWatch:
             return seen  # they are in the server's database
 
     def _keep(self, work: Callable[[], None]) -> None:
-        while not self._closed.is_set():
+        while not (self._closed.is_set() or self.is_deleted):
             try:
                 work()
             except Exception:  # without this thread `edl run` would wait for ever
@@ -66,6 +68,10 @@ class JobWatch:
             while not self._closed.is_set():
                 try:
                     status = api.watch(self._job_id, revision, _POLL_S)
+                except NotFound:
+                    self.is_deleted = True
+                    self.changed.set()
+                    return
                 except JobServerError:  # it is being restarted
                     self._closed.wait(_RETRY_S)
                     revision = -1
@@ -77,7 +83,7 @@ class JobWatch:
 
     def _follow_events(self) -> None:
         with self._connect() as api:
-            while not self._closed.is_set():
+            while not (self._closed.is_set() or self.is_deleted):
                 try:
                     events = api.events(self._job_id, after=self._heard, timeout_s=_POLL_S)
                 except JobServerError:

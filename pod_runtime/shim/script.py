@@ -161,7 +161,7 @@ class PodScript:
         elif code >= 0:
             reason = f"exited with code {code}"
         else:
-            reason = f"ended by {signal.Signals(-code).name}"
+            reason = f"ended by {processes.signal_name(-code)}"
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
             reason += self._explain_kill()
         if self.why:

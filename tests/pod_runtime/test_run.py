@@ -251,6 +251,41 @@ def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
     assert "http-equiv" not in page
 
 
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(run):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    job.process.send_signal(signal.SIGHUP)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 130
+    assert "ends it at once" in job.console()  # so the SIGINT was the first that counted
+    assert "ended at once" not in job.console()
+
+
+def test_ctrl_c_before_the_job_is_there_ends_the_run(run):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    wait_until(lambda: "logs and state in" in job.console(), what="the beginning")
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 130
+    assert not job.left()
+
+
+def test_a_job_that_was_deleted_ends_the_run(run):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    url = job.url()
+    token = next(Path(job.log.parent).glob("edl_run/*/token")).read_text().strip()
+    with ApiClient(url, token) as api:
+        (status,) = api.jobs()
+        api.delete(status.job_id)
+    assert job.process.wait(60) == 1
+    # Which of the two is seen depends on how soon the deletion follows the end.
+    assert re.search("the job was deleted|STOPPED after", job.console())
+    assert not job.left()
+
+
 def test_a_run_that_nobody_listens_to_any_more_stops_the_job_in_order(run, tmp_path):
     read, write = os.pipe()
     with os.fdopen(read) as console:  # as a `| tee log` that ends with its terminal

@@ -242,7 +242,10 @@ def _broken(text: bytes) -> DistillError:
 
 
 def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {each.value for each in signal.Signals}  # real-time signals have no name
+    return f"signal {signal.Signals(-code).name if known else -code}"
 
 
 def _shut_down(sock: socket.socket) -> None:

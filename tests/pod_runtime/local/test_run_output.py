@@ -2,10 +2,12 @@
 
 import io
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from job_server.api.api_client import ApiClient
+from job_server.api.errors import NotFound
 from pod_runtime.local import session as run_session
 from pod_runtime.local import view as run_view
 from pod_runtime.local.output import TrainerOutput
@@ -61,6 +63,13 @@ def test_lines_are_shown_with_their_rank_when_they_are_whole(shown):
     assert shown.new() == "two\n"
     assert shown.new(last=True) == "three\n"
     assert shown.new(last=True) == ""
+
+
+def test_a_bar_that_never_ends_its_line_is_shown_in_parts(shown):
+    shown.write(0, "=" * 70_000)
+    assert shown.new() == "=" * 70_000 + "\n"
+    shown.write(0, "=\n")
+    assert shown.new() == "=\n"
 
 
 def test_a_log_that_was_cut_is_shown_from_its_new_beginning(shown):
@@ -174,6 +183,24 @@ def test_a_full_disk_behind_the_output_ends_no_training(tmp_path, monkeypatch):
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space"):
             full_text.close()
+
+
+def test_a_job_that_the_server_has_no_longer_is_followed_no_longer():
+    class Api:
+        def __enter__(self) -> "Api":
+            return self
+
+        def __exit__(self, *_exc: object) -> None:
+            pass
+
+        def watch(self, *_args: object) -> None:
+            raise NotFound("no job")
+
+        events = watch
+
+    watch = run_view.JobWatch(lambda: cast("ApiClient", Api()), "job")
+    assert watch.changed.wait(10)
+    assert watch.is_deleted
 
 
 def test_following_a_job_goes_on_after_a_defect(monkeypatch):

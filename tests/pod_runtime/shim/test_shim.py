@@ -128,6 +128,7 @@ def get(folder: Path, stage: int | None = None) -> list[tuple[int, bytes]]:
     [
         pytest.param("exit 0", 0, None, "exited with code 0", id="success"),
         pytest.param("exit 3", 3, None, "exited with code 3", id="failure"),
+        pytest.param("kill -35 $$", None, 35, "ended by signal 35", id="a signal without a name"),
         pytest.param("kill -SEGV $$", None, signal.SIGSEGV, "ended by SIGSEGV", id="signal"),
     ],
 )

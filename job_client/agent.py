@@ -407,11 +407,15 @@ class Agent:
 
         The server may be gone, and this client may be killed at any moment. So it begins at once,
         logs its progress, and goes on as long as bytes are written. If the server has ordered the
-        same save, its writer goes on instead: two must not write to one folder.
+        same save, its writer goes on instead: two must not write to one folder. A client that has
+        not heard whose task it is writes what its pods hold, to their run folders.
         """
         plan = self._plan
-        named = plan.pods if plan is not None else ()
-        wanted = {pod.job_id: pod.submitted_at for pod in named if pod.last_save}
+        if plan is not None:
+            wanted = {pod.job_id: pod.submitted_at for pod in plan.pods if pod.last_save}
+        else:
+            held = [each for each in self._pods.values() if each.state().snapshot is not None]
+            wanted = {each.spec.job_id: each.spec.submitted_at for each in held}
         begun: list[tuple[str, list[PodSupervisor], SaveAttempt]] = []
         for job_id, submitted_at in sorted(wanted.items()):
             pods = [
@@ -427,7 +431,8 @@ class Agent:
             if saving is None:
                 for pod in pods:
                     pod.rouse_shim("its state is to be written")
-                saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
+                order = Save(id=0, spare=plan is None)
+                saving = pods[0].saving(order, [pod.folder for pod in pods])
                 if self._end is not EndMode.KILL:
                     saving.start()
             begun.append((job_id, pods, saving))

@@ -339,6 +339,24 @@ def test_a_goodbye_with_news_is_repeated_while_the_server_cannot_take_it(
     assert state.save is not None
 
 
+def test_a_client_that_was_started_while_the_server_is_away_writes_what_its_pods_hold(
+    start_client, server, tmp_path
+):
+    client = start_client(job_id="job")
+    server.want_until(PodPhase.RUNNING, pod(last_save=True))
+    hold(tmp_path / POD_DIR, places(tmp_path))
+    server.go_away()
+    client.end(EndMode.KEEP)
+    start_client(job_id="job").end()
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint*")
+    assert weight_at(checkpoint, 12) == 1.0
+    assert not (tmp_path / "checkpoint").exists()  # another node may write there
+    server.come_back()
+    start_client(job_id="job")
+    state = server.wait_state("pod_0_0", lambda state: state.save is not None, "reported")
+    assert state.save.step == 12
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_client_that_is_killed_or_not_told_to_writes_nothing_and_says_what_is_lost(
     start_client, server, tmp_path, caplog, told

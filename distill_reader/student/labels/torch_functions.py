@@ -31,7 +31,8 @@ def places(indices: Tensor) -> Tensor:
 
 
 def take(values: Tensor, indices: Tensor) -> Tensor:
-    return torch.take_along_dim(values, indices, dim=-1)
+    # Not `take_along_dim`, to which a class beyond the last one is another one, counted modulo.
+    return torch.gather(values, -1, indices)
 
 
 def where(condition: Tensor, values: Tensor) -> Tensor:

@@ -341,3 +341,15 @@ def test_a_top_of_another_shape_is_refused(side: Any, loss: Any, values: Any, in
     pair = side.tensor(np.zeros(values)), side.tensor(np.zeros(indices, np.int64))
     with pytest.raises(ValueError, match="soft labels: expected values and indices"):
         loss(side.tensor(LOGITS), pair)
+
+
+@pytest.mark.parametrize("loss", [soft_cross_entropy, kl_divergence])
+@pytest.mark.parametrize("index", [3, 999])
+def test_a_class_that_the_student_does_not_have_is_refused(side: Any, loss: Any, index: int):
+    logits = side.tensor(np.zeros((1, 3), np.float32))
+    values = side.tensor(np.ones((1, 2), np.float32))
+    indices = side.tensor(np.array([[0, index]]))
+    with pytest.raises(
+        (IndexError, RuntimeError, ValueError), match=r"out of (bounds|range)|index"
+    ):
+        loss(logits, (values, indices))

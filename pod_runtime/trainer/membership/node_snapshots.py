@@ -143,11 +143,16 @@ class NodeSnapshots:
                 )
             )
 
-    def meet(self) -> None:
-        """Return when the snapshot of all ranks is complete. All ranks call it."""
-        if self._split:
-            self._group.all_reduce(np.zeros(1))
+    def meet(self) -> bool:
+        """Return when all ranks have written their parts of a snapshot. All ranks call it.
+
+        Returns:
+            Whether it is incomplete on some rank, whose segment the state has outgrown.
+        """
+        votes = np.array([float(self.wants_renewal)])
+        self._group.all_reduce(votes)
         self.settle(at_once=True)
+        return bool(votes[0])
 
     @property
     def complete(self) -> Stamp | None:

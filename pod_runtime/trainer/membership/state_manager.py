@@ -238,7 +238,9 @@ class StateManager:
         cut_id = cut.id
         step = self._progress.cursor.global_step
         self._take(SnapshotRequest(snapshot=1.0, renew=renew))
-        self._snapshots.meet()
+        if self._snapshots.meet():
+            self._take(SnapshotRequest(snapshot=1.0, renew=True))
+            self._snapshots.meet()
         kept = self._snapshots.reference()
         written = ""
         with self._activity.during(Doing.SAVING):

@@ -221,7 +221,7 @@ class Stage:
     def logs(self) -> str:
         return "\n".join(
             f"--- rank {trainer.rank}: said {[each['say'] for each in trainer.said][-5:]}\n"
-            + "\n".join(trainer.log.read_text(errors="replace").splitlines()[-25:])
+            + "\n".join(trainer.log.read_text(errors="replace").splitlines()[-60:])
             for trainer in self.trainers
         )
 

@@ -146,10 +146,14 @@ def test_kills_at_random_moments_of_random_worlds_lose_at_most_the_step_in_fligh
     finish(stage)
 
 
-def test_a_state_that_outgrows_its_segment_gets_a_new_one_that_all_ranks_write(launch):
+@pytest.mark.parametrize("snapshot_steps", [1, 1000])  # it is found at a step, or at the cut
+def test_a_state_that_outgrows_its_segment_gets_a_new_one_that_all_ranks_write(
+    launch, snapshot_steps
+):
     job = launch("growing.py", 2)
     hurry = job.folder / "hurry"
-    arguments = ("--out", str(job.folder), "--hurry", str(hurry))
+    arguments = ("--out", str(job.folder), "--hurry", str(hurry),
+                 "--snapshot_steps", str(snapshot_steps))  # fmt: skip
     stage = job.start(2, *arguments)
     stage.go()
     stage.wait_step(5)

@@ -13,6 +13,7 @@ from pod_runtime import elastic
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
+parser.add_argument("--snapshot_steps", type=int, default=1)
 args = parser.parse_args()
 
 
@@ -41,7 +42,7 @@ model = paddle.nn.Linear(2, 1)
 optimizer = paddle.optimizer.Momentum(0.001, parameters=model.parameters())
 collected = Collected()
 loop = elastic.Loop(
-    model, optimizer, Numbers(), batch_size=6, epochs=2, snapshot_steps=1,
+    model, optimizer, Numbers(), batch_size=6, epochs=2, snapshot_steps=args.snapshot_steps,
     extra={"collected": collected},
 )  # fmt: skip
 if loop.step_count == 0:

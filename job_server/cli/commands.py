@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from job_server.api.text import (
 )
 from job_server.cli import queue, simulate_cluster, task_queues
 from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
-from job_server.cli.drill import drill_job, drill_node, wait_until_left
+from job_server.cli.drill import drill_job, drill_node, ended_as_by_ctrl_c, wait_until_left
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
@@ -519,10 +518,8 @@ def _drill(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 1, 86400)
     is_node = any(known.node.node_id == args.target for known in api.nodes())
     drill = drill_node if is_node else drill_job
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the node is used again
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    lines = drill(api, args.target, args.wait)
+    with ended_as_by_ctrl_c():
+        lines = drill(api, args.target, args.wait)
     print(json.dumps(lines, indent=2) if args.json else "\n".join(lines))
 
 

@@ -1,7 +1,9 @@
 """Have jobs leave a node, and do on purpose what a preemption would do."""
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError, Retryable
@@ -11,6 +13,26 @@ from job_server.api.wire import JobKind, JobState, JobStatus, Way
 LOOK_S = 0.2
 AWAY_S = 30.0  # for which a server is waited for that is to end the drain of a drill
 STAYS_S = 5.0  # a job that cannot leave for so long stays; until then a node may only be silent
+
+
+@contextlib.contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt within the block, unless they are ignored.
+
+    A drill that they ended at once would leave its node drained. For the main thread.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+    try:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def wait_until_left(api: ApiClient, node_id: str, wait_s: float, otherwise: str) -> None:

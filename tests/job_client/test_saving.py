@@ -27,7 +27,7 @@ from pod_runtime.trainer.state.snapshot import SnapshotSegment
 from pod_runtime.trainer.state.storage import LocalStorage
 from tests.job_client.conftest import pod
 from tests.pod_runtime.trainer.states import make_host_state
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 POD_DIR = "log/pods/pod_0_0"  # of a client of this test
 
@@ -179,6 +179,18 @@ def test_a_writer_that_is_killed_amid_its_work_is_followed_by_another(shim, tmp_
     wait_until(lambda: saving.is_over)
     assert saving.state.phase is SavePhase.WRITTEN
     assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+
+
+def test_a_writers_warning_may_be_in_any_encoding(shim, tmp_path, monkeypatch):
+    hold(shim, places(tmp_path))
+    sitecustomize = tmp_path / "lib" / "sitecustomize.py"
+    sitecustomize.parent.mkdir()
+    sitecustomize.write_text("import os\nos.write(2, b'caf\\xe9\\n')\n")
+    paths = os.pathsep.join([str(sitecustomize.parent), str(ROOT)])
+    saving = SaveAttempt(Save(id=1), [shim], {**os.environ, "PYTHONPATH": paths}, lambda: None)
+    saving.start()
+    wait_until(lambda: saving.is_over)
+    assert saving.state.phase is SavePhase.WRITTEN
 
 
 def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_off_is_killed(

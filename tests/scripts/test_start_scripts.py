@@ -143,7 +143,8 @@ def test_what_stands_behind_two_dashes_goes_to_the_training(command_of):
 @pytest.mark.parametrize(
     "args",
     [["./my.sh"], ["--grace_s", "3", "./my.sh", "--lr", "1"], ["--grace_s=3", "my.sh"],
-     ["--jobs_dir", "jobs"], ["./my.sh", "--", "--lr", "1"]],
+     ["--jobs_dir", "jobs"], ["--keep_pods", "./my.sh", "--lr", "1"],
+     ["./my.sh", "--", "--lr", "1"]],
     ids=str,
 )  # fmt: skip
 def test_a_client_that_is_told_what_to_run_runs_only_that(command_of, args):

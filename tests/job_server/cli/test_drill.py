@@ -1,6 +1,9 @@
 """What a drill has cost, in words."""
 
+import os
 import re
+import signal
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -18,11 +21,12 @@ from job_server.api.wire import (
     StageRecord,
     Way,
 )
-from job_server.cli.drill import cost, drill_node, why_it_stays
+from job_server.cli.drill import cost, drill_node, ended_as_by_ctrl_c, why_it_stays
 from job_server.training.machine import new_job
 from job_server.training.views import job_status
 from tests.job_server.shared_cluster import SharedCluster
 from tests.job_server.world import node, trains, world
+from tests.support import wait_until
 
 
 def record(stage: int, way: Way = Way.REPLACE, pause_s: float | None = None) -> StageRecord:
@@ -152,6 +156,23 @@ class Server:
         if self.draining:
             self._answer()
         self.limit, self.draining = slots, "an operator asked for it" if drain else ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_drill_that_is_ended_leaves_the_node_to_jobs(number):
+    server = Server()
+
+    def end() -> None:
+        wait_until(lambda: server.draining)
+        os.kill(os.getpid(), number)
+
+    killer = threading.Thread(target=end)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt), ended_as_by_ctrl_c():
+        drill(server, 60.0)
+    killer.join()
+    assert not server.draining
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def drill(server: Server, wait_s: float) -> list[str]:

@@ -25,8 +25,10 @@ TASK_TOKEN = "EDL_TASK_TOKEN"  # opens the server's task queues and nothing else
 # How glibc's allocator keeps what a step frees for the next one. By default it gives that back to
 # the system, and gets each page of it again: 5 to 20 % of a small network's step on a CPU.
 ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),  # bytes free at the heap's end, above which it does
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # where it ends by itself, unless the other is set
+    # Bytes that are free at the heap's end, above which it gives them back.
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    # Bytes of a block that is mapped by itself; glibc comes to this, unless the other one is set.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
@@ -323,8 +325,8 @@ def _of_the_cpu(env: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
     if pod.slot_kind is SlotKind.GPU:
         return {}
     threads = env.get("OMP_NUM_THREADS", "1")  # a CPU slot is one core
-    is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in env)
-    allocator = {} if is_set else ALLOCATOR
+    has_own = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in env)
+    allocator = {} if has_own else ALLOCATOR
     return {"PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": threads, **allocator}
 
 

@@ -57,6 +57,7 @@ INSTALL_PAGES = {
 }
 SILENCE_S = 120.0  # without a step or a change: something hangs
 LOOK_S = 0.2
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRIAL_EPOCHS = 4
 TAIL_GAPS = 4  # that training may go on behind the last act
 
@@ -426,9 +427,6 @@ def usable_gpus(framework: str) -> tuple[int, str]:
         f"{said[-1] if said else 'it does not run on the GPUs'}. For the GPUs, install the build "
         f"that fits your driver into .venv: {INSTALL_PAGES[framework]}"
     )
-
-
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

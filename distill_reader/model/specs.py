@@ -108,9 +108,10 @@ def find_tensor(specs: Sequence[TensorSpec], name: str) -> TensorSpec | None:
 
     A name comes before the variable of another tensor that is called so.
     """
-    by_name = [spec for spec in specs if name == spec.name]
-    by_variable = [spec for spec in specs if name == spec.variable]
-    return next(iter((*by_name, *by_variable)), None)
+    for spec in specs:
+        if name == spec.name:
+            return spec
+    return next((spec for spec in specs if name == spec.variable), None)
 
 
 def _find(specs: tuple[TensorSpec, ...], name: str, model: str, kind: str) -> TensorSpec:

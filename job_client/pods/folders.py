@@ -12,8 +12,8 @@ from pathlib import Path
 
 from job_client.config import ClientConfig
 from job_client.errors import PodStartError
-from job_server.api.text import signal_name
 from job_server.api.wire import NodePod, WireError, check_id
+from pod_runtime.processes import signal_name
 
 logger = logging.getLogger(__name__)
 

@@ -197,14 +197,6 @@ def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
     ]
 
 
-def signal_name(number: int) -> str:
-    """Return e.g. `SIGKILL`, or `signal 35`: real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def describe_exit(code: int) -> str:
     """Return e.g. `exited with 3`, `was killed by SIGKILL`, `died of SIGSEGV`.
 
@@ -213,7 +205,10 @@ def describe_exit(code: int) -> str:
     """
     if code >= 0:
         return f"exited with {code}"
-    name = signal_name(-code)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have no name
+        name = f"signal {-code}"
     if -code == signal.SIGKILL:
         return f"was killed by {name}"
     return f"was ended by {name}" if -code in _REQUESTS else f"died of {name}"

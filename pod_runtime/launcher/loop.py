@@ -24,6 +24,7 @@ from job_server.api.wire import (
     PodOrders,
     PodReport,
     ReportKind,
+    SlotKind,
     StagePlan,
 )
 from pod_runtime.activity import Seen, look, open_page
@@ -49,7 +50,12 @@ from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
 from pod_runtime.launcher.spares import Spare
 from pod_runtime.launcher.trainer_pool import UNKILLABLE_S, LaunchConfig, Name, TrainerPool
-from pod_runtime.launcher.trainers import TrainerProcess, find_taken_port
+from pod_runtime.launcher.trainers import (
+    TrainerProcess,
+    adapter_of,
+    find_taken_port,
+    read_script,
+)
 from pod_runtime.processes import delayed_s, read, set_child_subreaper
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
 
@@ -83,6 +89,14 @@ class Launcher:
         connect_server: Callable[[], JobServerApi],
     ) -> None:
         self._config, self._env = config, pod_env
+        on_gpus = pod_env.slot_kind is SlotKind.GPU  # where a spare may be unable to fork
+        adapter = "" if on_gpus else adapter_of(read_script(config.command))
+        self._pod = state.LauncherState(
+            pod_id=pod_env.pod_id,
+            node_id=pod_env.node_id,
+            grace_s=pod_env.grace_s,
+            adapter=adapter,
+        )
         self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
@@ -96,12 +110,8 @@ class Launcher:
         self._channel = TrainerChannel(pod_env.pod_id)
         self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
         self._pool = TrainerPool(config, pod_env, environ, self._channel.name)
-        self._pod = state.LauncherState(
-            pod_id=pod_env.pod_id,
-            node_id=pod_env.node_id,
-            grace_s=pod_env.grace_s,
-            adapter=self._pool.adapter,
-        )
+        if adapter:
+            self._pool.preload_adapter(adapter)
         self._status = self._attach_now()  # replaced as a whole, so other threads may read it
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):

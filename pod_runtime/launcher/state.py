@@ -202,9 +202,7 @@ class LauncherState:
     reported: frozenset[tuple[Any, ...]] = frozenset()  # since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
-    adapter: str = (
-        ""  # of the framework that the script imports; "": not known before a trainer says
-    )
+    adapter: str = ""  # of the framework that the script imports; "": the orders say it
     spares: int = 0  # warm processes, those that still import included
     warming: bool = False  # one of them imports
     hurried: bool = False  # a trainer waits for that one

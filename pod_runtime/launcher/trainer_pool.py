@@ -9,19 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_server.api.wire import SlotKind, StagePlan
+from job_server.api.wire import StagePlan
 from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
 from pod_runtime.launcher.console import Console
 from pod_runtime.launcher.network import interface_of
 from pod_runtime.launcher.spares import Spare, Spares
 from pod_runtime.launcher.state import Key
-from pod_runtime.launcher.trainers import (
-    ADAPTERS,
-    TrainerProcess,
-    adapter_of,
-    is_script,
-    with_defaults,
-)
+from pod_runtime.launcher.trainers import ADAPTERS, TrainerProcess, is_script, with_defaults
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 
@@ -56,15 +50,12 @@ class TrainerPool:
     def __init__(
         self, config: LaunchConfig, pod_env: PodEnv, environ: Mapping[str, str], channel: str
     ) -> None:
-        """`adapter` is that of the framework that the trainers' script imports; "": not known."""
         self._config, self._env, self._environ = config, pod_env, environ
         self._channel = channel
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
         self.spares = Spares((), config.log_dir, config.command)
-        on_gpus = pod_env.slot_kind is SlotKind.GPU  # where spares may not be able to fork
-        self.adapter = "" if on_gpus else adapter_of(config.command)
-        self.preload_adapter(self.adapter or ADAPTERS["paddle"])  # until a trainer has said which
+        self.preload_adapter(ADAPTERS["paddle"])  # until it is known
         self._given_up: list[TrainerProcess] = []  # they may end some day
         self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
         self._tidied = 0  # stage at whose start old logs were dropped

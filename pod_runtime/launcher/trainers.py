@@ -25,8 +25,9 @@ ADAPTERS = {  # by framework: the module of its adapter, which spares import
     name: f"pod_runtime.trainer.frameworks.{name}.framework" for name in ("paddle", "torch")
 }
 _IMPORT = re.compile(r"^(?:import|from)\b[^#\n]*?\b(paddle|torch)\b", re.MULTILINE)
-_SETS_ENVIRONMENT = re.compile(
-    r"\benviron\s*(?:\[.*?\]\s*)?\|?=(?!=)|\benviron\.(?:setdefault|update)\b|\bputenv\b"
+_CHANGES_ENVIRONMENT = re.compile(
+    r"\benviron\s*(?:\[.*?\]\s*)?\|?=(?!=)|\benviron\.(?:setdefault|update|pop|clear)\b"
+    r"|\bdel\b.*\benviron\b|\b(?:un)?(?:put|set)env\b"
 )
 _CCACHE = "ignore:No ccache found"  # a warning of Paddle's import on machines without ccache
 
@@ -136,18 +137,22 @@ def is_script(argv: Sequence[str]) -> bool:
     return argv[0] == sys.executable and len(argv) > 1 and not argv[1].startswith("-")
 
 
-def adapter_of(argv: Sequence[str]) -> str:
-    """Return the adapter of the framework that a script imports at its top; "": none is seen.
-
-    Of a script that sets variables of the environment before, which the framework may read when it
-    is imported, none is told: a spare would have imported it without them.
-    """
+def read_script(argv: Sequence[str]) -> str:
+    """Return the text of the Python script that a command runs; "": there is none to be read."""
     try:
-        text = Path(argv[1]).read_text() if is_script(argv) else ""
+        return Path(argv[1]).read_text(encoding="utf-8") if is_script(argv) else ""
     except (OSError, ValueError):  # the trainers will say what is wrong with it
         return ""
-    found = _IMPORT.search(text)
-    if found is None or _SETS_ENVIRONMENT.search(text, 0, found.start()):
+
+
+def adapter_of(script: str) -> str:
+    """Return the adapter of the framework that a script imports at its top; "": none is seen.
+
+    Of a script that changes variables of the environment before, which the framework may read when
+    it is imported, none is told: a spare would have imported it with others.
+    """
+    found = _IMPORT.search(script)
+    if found is None or _CHANGES_ENVIRONMENT.search(script, 0, found.start()):
         return ""
     return ADAPTERS[found[1]]
 

@@ -55,7 +55,7 @@ class JobWatch:
             return seen  # they are in the server's database
 
     def _keep(self, work: Callable[[], None]) -> None:
-        while not (self._closed.is_set() or self.is_deleted):
+        while not self._closed.is_set():
             try:
                 work()
             except Exception:  # without this thread `edl run` would wait for ever
@@ -70,6 +70,7 @@ class JobWatch:
                     status = api.watch(self._job_id, revision, _POLL_S)
                 except NotFound:
                     self.is_deleted = True
+                    self.close()
                     self.changed.set()
                     return
                 except JobServerError:  # it is being restarted
@@ -83,7 +84,7 @@ class JobWatch:
 
     def _follow_events(self) -> None:
         with self._connect() as api:
-            while not (self._closed.is_set() or self.is_deleted):
+            while not self._closed.is_set():
                 try:
                     events = api.events(self._job_id, after=self._heard, timeout_s=_POLL_S)
                 except JobServerError:

@@ -166,18 +166,17 @@ class PredictorPool:
                 ours.close()
                 raise
         predictor = Predictor(index, process, PredictorChannel(ours))
-        self._alive[index] = predictor
         receiver = threading.Thread(
             target=self._receive, args=(predictor,), name=f"predictor-{index}", daemon=True
         )
         try:
             receiver.start()
         except RuntimeError as error:  # there are too many threads
-            del self._alive[index]
             process.kill()
             process.wait()
             predictor.channel.close()
             raise OSError(str(error)) from error
+        self._alive[index] = predictor
         self._receivers.append(receiver)
 
     def _receive(self, predictor: Predictor) -> None:
@@ -244,8 +243,10 @@ def _broken(text: bytes) -> DistillError:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    known = -code in {each.value for each in signal.Signals}  # real-time signals have no name
-    return f"signal {signal.Signals(-code).name if known else -code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no name
+        return f"signal {-code}"
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -28,6 +28,7 @@ from pod_runtime.launcher.trainers import (
     adapter_of,
     essence,
     find_taken_port,
+    read_script,
     with_defaults,
 )
 from pod_runtime.log_tail import read_tail
@@ -157,23 +158,28 @@ def test_defaults_give_way_to_what_the_user_has_set():
         ("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\n", ""),
         ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '2')\nimport torch\n", ""),
         ("import os\nos.environ |= {'OMP_NUM_THREADS': '2'}\nimport torch\n", ""),
+        ("import os\nos.environ.pop('OMP_NUM_THREADS')\nimport torch\n", ""),
+        ("import os\ndel os.environ['OMP_NUM_THREADS']\nimport torch\n", ""),
+        ("import os\nos.unsetenv('OMP_NUM_THREADS')\nimport torch\n", ""),
         ("from models import torch_net\nimport numpy  # torch\n", ""),
         ("def main():\n    import torch\n", ""),  # perhaps never
         ("", ""),
     ],
 )
-def test_the_framework_that_a_script_imports(tmp_path, text, framework):
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    found = adapter_of([sys.executable, str(script)])
+def test_the_framework_that_a_script_imports(text, framework):
+    found = adapter_of(text)
     assert found == (f"pod_runtime.trainer.frameworks.{framework}.framework" if framework else "")
-    assert adapter_of(["bash", str(script)]) == ""
 
 
-def test_of_a_script_that_cannot_be_read_no_framework_is_known(tmp_path):
-    assert adapter_of([sys.executable, str(tmp_path / "train.py")]) == ""
-    (tmp_path / "train.py").write_bytes(b"import torch  # \xff\n")
-    assert adapter_of([sys.executable, str(tmp_path / "train.py")]) == ""
+def test_the_script_of_a_command_is_read_if_it_is_one_of_python(tmp_path):
+    script = tmp_path / "train.py"
+    command = [sys.executable, str(script), "--epochs", "1"]
+    assert read_script(command) == ""
+    script.write_text("import torch  # é\n", encoding="utf-8")
+    assert read_script(command) == "import torch  # é\n"
+    assert read_script(["bash", str(script)]) == ""
+    script.write_bytes(b"import torch  # \xff\n")
+    assert read_script(command) == ""
 
 
 def test_what_a_step_frees_is_there_for_the_next_one(tmp_path):

@@ -109,6 +109,11 @@ class ServiceStream:
         item = self.answered[0]
         return bool(item.answers) or not item.samples
 
+    @property
+    def awaits_version(self) -> bool:
+        """Whether the cache cannot be looked into yet: no teacher has told its version."""
+        return self.cache is not None and not self.cache.is_open
+
     def pop(self) -> None:
         """Move items that are answered from the feed into `answered`, if that is empty."""
         if not self.answered:
@@ -148,6 +153,7 @@ class ReaderSession:
         self._ready = lock.ready
         self._room = lock.room
         self._is_waiting = False  # the consumer
+        self._has_unlooked = False  # an item waits until a teacher has told the cache's version
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="edl-reader", daemon=True)
         # A thread still inside the generator's code (perhaps the framework's) can hang shutdown.
@@ -237,14 +243,18 @@ class ReaderSession:
                     return taken
                 if self._is_closing or all(stream.is_done for stream in self._streams):
                     return None
-                for stream in self._streams:
-                    if stream.has_predictions:  # the consumer waits for another service
-                        stream.meter.waits_no_more()
-                    elif stream.feed.is_incomplete:  # else the consumer waits for the generator
-                        stream.meter.waits()
+                self._note_waits()
                 self._is_waiting = True
                 self._ready.wait()
                 self._is_waiting = False
+
+    def _note_waits(self) -> None:
+        """Tell the meters for which services the consumer waits. The caller has the lock."""
+        for stream in self._streams:
+            if stream.has_predictions:  # the consumer waits for another service
+                stream.meter.waits_no_more()
+            elif stream.feed.is_incomplete or (self._has_unlooked and stream.awaits_version):
+                stream.meter.waits()  # else the consumer waits for the generator
 
     def _pop(self) -> list[tuple[ReaderItem, ...]]:
         """Return the items that all services have answered. The caller has the lock.
@@ -341,6 +351,10 @@ class ReaderSession:
         assert cache is not None
         with self._lock:
             while not cache.is_open and not self._is_closing and not stream.feed.gives_up:
+                self._has_unlooked = True
+                if self._is_waiting:  # teachers that are started on demand come for that alone
+                    self._note_waits()
                 self._room.wait(_VERSION_POLL_S)
+            self._has_unlooked = False
             stream.feed.works_without_teachers = cache.is_open
             return cache.is_open

@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from distill_reader import Discovered, DistillReader
 from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
+from distill_reader.balance.server.demand import demand_of
 from distill_reader.balance.table import Student
 from distill_reader.errors import BadRequest, NoTeacher, TeacherBusy, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
@@ -25,13 +27,14 @@ SPEC = ModelSpec(
     name="double",
     inputs=(TensorSpec(name="image", dtype="float32", shape=(2, 3)),),
     outputs=(TensorSpec(name="double", dtype="float32", shape=(2, 3)),),
+    digest="one",
 )
 
 
 class Registered:
     """A teacher that is registered for as long as it runs."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, service: str = "svc") -> None:
         self.is_closed = False
         self.service = LocalService(SPEC, lambda inputs: {"double": inputs["image"] * 2})
         self._teacher = LocalTeacher(self.service)
@@ -39,7 +42,7 @@ class Registered:
         self._registrar = RegistrarThread(
             RegistrarConfig(
                 addresses=registry_addresses(where, "where"),
-                service="svc",
+                service=service,
                 server=self.endpoint,
                 lease_s=20.0,  # does not end because the machine is busy
             ),
@@ -290,6 +293,57 @@ def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     (measured,) = student.measured.values()
     assert measured.samples_per_s > 0
     assert 0 < measured.busy_share <= 1
+
+
+@pytest.mark.parametrize("services", [["svc"], ["a", "b"]])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        pytest.param(None, id="no cache"),
+        pytest.param({}, id="teachers tell the version"),
+        pytest.param({"teacher_version": "v1"}, id="the version is given"),
+    ],
+)
+def test_a_student_without_a_teacher_asks_each_service_for_one(
+    discovery, clean, run, monkeypatch, tmp_path, services: list[str], cache: dict[str, Any] | None
+):
+    """Teachers on demand are started for it alone: there are none before."""
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
+    monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.05)
+    reader = DistillReader(["image", "id"], ["double"])
+    if len(services) == 1:
+        reader.set_dynamic_teacher(discovery.endpoint, services[0])
+    else:
+        found_services = {each: Discovered(discovery.endpoint, each) for each in services}
+        reader.set_teachers_combined(found_services, of="logits")
+    if cache is not None:
+        reader.set_cache(tmp_path, id="id", **cache)
+    is_read = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        is_read.wait(30)
+        yield np.ones((4, 2, 3), np.float32), np.arange(4)
+
+    def wait_shares() -> list[float]:
+        view = discovery.server.balancer.view.services
+        demands = [demand_of(each, view[each]) for each in services if each in view]
+        return [demand["wait_share"] for demand in demands if demand is not None]
+
+    results = reader.set_batch_generator(batches)()
+    found: list[Any] = []
+    consumer = threading.Thread(target=lambda: found.extend(results), daemon=True)
+    consumer.start()
+    wait_until(lambda: discovery.server.balancer.students == len(services))
+    assert not wait_shares()  # it waits for its data
+    is_read.set()
+    try:
+        wait_until(lambda: [share > 0.5 for share in wait_shares()] == [True] * len(services))
+    finally:
+        for service in services:
+            run(Registered, discovery.endpoint, service)
+        consumer.join(60)
+    ((image, _, double),) = found
+    np.testing.assert_array_equal(double, 2 * image)
 
 
 def test_a_pass_keeps_its_service_when_the_reader_is_given_another(discovery, monkeypatch):

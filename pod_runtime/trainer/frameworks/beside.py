@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.plain_values import differ
 
 _DICTS = frozenset((dict, OrderedDict))
@@ -42,7 +43,8 @@ class Beside:
             model_type: what models are, with `named_parameters` and the like.
             address: returns where a tensor's values are; None: it is no tensor, or has none.
             norm: returns the sum of a tensor's absolute values.
-            checks: by their type, of other objects of the process; they raise UsageError.
+            checks: by their type, of other objects of the process, also of types derived from it;
+                they raise UsageError.
         """
         self._checks = checks or {}
         self._models, self._extra, self._model_type = models, extra, model_type
@@ -63,12 +65,12 @@ class Beside:
         Args:
             copies: also of dicts with the names of the model's tensors. From step to step these
                 are averages; later, they may be copies of a best model, made anew each time.
-                And check other objects.
 
         Raises:
             UsageError: one of these cannot be right.
         """
         began_at = time.monotonic()
+        self._check_others()
         found, now = [], {}
         known = self._known()
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
@@ -92,15 +94,30 @@ class Beside:
         self._due_at = ended_at + _SHARE * (ended_at - began_at)
         return found
 
+    def _check_others(self) -> None:
+        """Raises UsageError: an object that is checked by its type cannot be right."""
+        if self._failing_check() is not None:
+            gc.collect()  # it may be one that nothing but itself refers to any more
+            if (error := self._failing_check()) is not None:
+                raise error
+
+    def _failing_check(self) -> UsageError | None:
+        objects = gc.get_objects()
+        for base, check in self._checks.items():
+            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, base)}
+            for each in [each for each in objects if type(each) in kinds]:
+                try:
+                    check(each)
+                except UsageError as error:
+                    return UsageError(str(error))  # without the frames that refer to the object
+        return None
+
     def _find(self, keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
         """Return all models of the process, and the dicts with one of these keys."""
         objects = gc.get_objects()
         kinds = set(map(type, objects))
         models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
         holders_of = {kind for kind in kinds if keys and _is_of_script(kind.__module__)}
-        checked = self._checks.keys() & kinds if keys else set()
-        for each in [each for each in objects if type(each) in checked]:
-            self._checks[type(each)](each)
         models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
         wanted = models_of | holders_of | (_DICTS if keys else set())
         for each in [each for each in objects if type(each) in wanted]:

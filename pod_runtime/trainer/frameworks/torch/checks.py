@@ -1,6 +1,6 @@
 """Refuse what would go wrong silently: arguments, schedulers, and gradients that were touched."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,11 +181,10 @@ def owned_parameters(optimizer: Any) -> set[int]:
 
 
 class SchedulerCheck:
-    """Sees that a scheduler that drives the optimizer was passed to the loop."""
+    """Sees that the schedulers that drive an optimizer were passed to the loop."""
 
     def __init__(self, optimizer: Any, schedulers: Sequence[Any]) -> None:
-        self._optimizer = optimizer
-        self._is_known = bool(schedulers)
+        self._optimizer, self._schedulers = optimizer, schedulers
         # In the warm-up of a prepared trainer a script calls scheduler.step(), and the optimizer
         # does not step: no reason to warn.
         optimizer._opt_called = True
@@ -195,15 +194,41 @@ class SchedulerCheck:
         """Check again: a scheduler may be made after the loop.
 
         Raises:
-            UsageError: one was not passed.
+            UsageError: the optimizer has one, and none was passed.
         """
-        wrapped = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
-        if wrapped and not self._is_known:
-            raise UsageError(
-                "scheduler: the optimizer has a learning rate scheduler, whose state would be lost "
-                "when trainers change; make it before the loop, and pass it: "
-                "Loop(model, optimizer, ..., scheduler=scheduler)"
-            )
+        # Most schedulers leave a mark on the optimizer. ReduceLROnPlateau leaves none.
+        if not self._schedulers and getattr(self._optimizer.step, "_wrapped_by_lr_sched", False):
+            raise UsageError(_scheduler_not_passed("learning rate scheduler"))
+
+
+def check_scheduler(scheduler: Any, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Check that a scheduler of the process, if it is of the loop's optimizers, was passed.
+
+    Raises:
+        UsageError: it was not, nor one that is made of it.
+    """
+    own = getattr(scheduler, "optimizer", None)
+    if any(own is each for each in optimizers):
+        passed = {id(part) for each in schedulers for part in _parts(each)}
+        if id(scheduler) not in passed:
+            raise UsageError(_scheduler_not_passed(type(scheduler).__name__))
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it is made of: of SequentialLR and its like."""
+    yield scheduler
+    for value in vars(scheduler).values():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+                yield from _parts(each)
+
+
+def _scheduler_not_passed(kind: str) -> str:
+    return (
+        f"scheduler: the optimizer has a {kind} that the loop does not know, whose state would be "
+        f"lost when trainers change; make it before the loop, and pass it: Loop(model, optimizer, "
+        f"..., scheduler=scheduler), or all of several as a list. One that is used no more: del it"
+    )
 
 
 def gradient_marks(model: Any, optimizer: Any) -> GradientMarks:

@@ -12,6 +12,7 @@ from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 from pod_runtime.trainer.frameworks.torch.checks import (
     check_arguments,
+    check_scheduler,
     trained_parameters,
     unowned_parameters,
 )
@@ -91,7 +92,18 @@ def torch_framework(
         terms=lambda: terms_of(model, optimizers, device),
         group=group,
         state=TorchState(model, optimizers, schedulers, buffers.own, unowned, scaler, extra or {}),
-        beside=Beside(models, extra or {}, nn.Module, address=address, norm=norm),
+        beside=Beside(
+            models,
+            extra or {},
+            nn.Module,
+            address=address,
+            norm=norm,
+            checks={
+                torch.optim.lr_scheduler.LRScheduler: lambda each: check_scheduler(
+                    each, optimizers, schedulers
+                )
+            },
+        ),
         step=step,
         data=TorchData(device),
     )

@@ -168,6 +168,42 @@ def test_paddles_model_average_is_refused_by_name(passed: str):
     assert other is not None, "of other models they may be there"
 
 
+@pytest.mark.parametrize("kind", ["plateau", "second", "late", "passed", "in a sequence", "gone"])
+def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
+    torch = pytest.importorskip("torch")
+    schedulers = torch.optim.lr_scheduler
+    model = Torch().net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[Any] = [schedulers.ReduceLROnPlateau(optimizer)] if kind != "late" else []
+    passed = list(kept) if kind == "passed" else None
+    if kind == "second":
+        kept.append(schedulers.StepLR(optimizer, 1))
+        passed = kept[1:]
+    if kind == "in a sequence":
+        kept = [schedulers.StepLR(optimizer, 1)]
+        passed = [schedulers.ChainedScheduler(kept, optimizer)]
+    if kind == "gone":
+        one = kept.pop()
+        one.itself, one = one, None
+
+    def begin() -> None:
+        loop = elastic.Loop(model, optimizer, DATA, epochs=2, batch_size=8, scheduler=passed)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+                if kind == "late" and step.number == 3:
+                    kept.append(schedulers.ReduceLROnPlateau(optimizer))
+                    assert loop.step_count == 3
+
+    if kind in ("passed", "in a sequence", "gone"):
+        begin()
+    else:
+        with pytest.raises(UsageError, match="scheduler: the optimizer has a ReduceLROnPlateau"):
+            begin()
+
+
 def test_an_average_that_was_passed_is_not(kit):
     model = kit.net()
     module, shadow = Average(kit, model), Shadow(kit, model)

@@ -4,6 +4,7 @@ What an optimizer keeps of a parameter goes by the parameter's place in the mode
 `optimizer/features.0.weight.moment1`.
 """
 
+import copy
 import ctypes
 import json
 import logging
@@ -16,8 +17,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.frameworks.base_traits import BaseTraits
+from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.open_step import OpenStep
 from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, missing_and_surplus
@@ -108,6 +110,8 @@ class BaseState(ABC):
         self._unowned = unowned
         self._scaler = scaler
         self._extra = dict(extra)
+        self._open_step = OpenStep(self._marks)
+        self._committed_traits: Found | None = None  # None: no step was committed
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
         self._layout_key: object = None
@@ -174,13 +178,43 @@ class BaseState(ABC):
                 copy_bytes(base + spec.offset + first, tensor, first, last)
 
     def note_committed(self) -> None:
-        """Remember learning rates and schedulers as they are: this belongs to the last commit."""
+        """Remember what the script may change in the next step: this belongs to the last commit."""
         for each in self._optimizers:
             each.note_committed()
+        self._committed_traits = self._traits.changed()
+        self._open_step.begin()
+
+    def note_open_step(self, *, before_shards: bool) -> None:
+        """See what the script has changed since the last commit; before an update."""
+        self._open_step.look(buffers=before_shards)
+
+    def changed_in_step(self) -> str:
+        """Return what the script changes between a commit and the next update; "": nothing."""
+        self._open_step.look(buffers=False)
+        return self._open_step.changed
+
+    def _marks(self, of_buffers: bool) -> dict[str, Any]:
+        norm, is_tensor = self._tensor_tools.norm, self._tensor_tools.is_tensor
+        found: dict[str, Any] = {}
+        for name, thing in self._extra.items():
+            for path, value in nested(name, thing).items():
+                if isinstance(value, np.ndarray):
+                    value = zlib.crc32(np.ascontiguousarray(value).tobytes())
+                elif is_tensor(value):
+                    value = norm(value)
+                found[f"extra={{{name!r}: ...}}, its {path}"] = value
+        if of_buffers:
+            self._buffers.take_back()
+            buffers = enumerate(self._buffers.tensors)
+            found |= {f"buffer {index} of the model": norm(each) for index, each in buffers}
+        return found
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the plain part: of optimizer, traits, loss scaler and extra objects."""
-        found: dict[str, Any] = {"traits": self._traits.changed()}
+        traits = self._committed_traits if committed else None
+        found: dict[str, Any] = {
+            "traits": self._traits.changed() if traits is None else copy.deepcopy(traits)
+        }
         if len(self._optimizers) == 1:
             found |= self._optimizers[0].scalars(committed=committed)
         else:

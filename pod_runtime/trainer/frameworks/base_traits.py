@@ -37,6 +37,12 @@ class BaseTraits(ABC):
         self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
         self._things = self._owners()
         self._built = self._read()
+        # Most owners never change, and that is seen at once.
+        self._quick = {
+            owner: (len(attributes(self._things[owner])), tuple(values), tuple(values.values()))
+            for owner, values in self._built.items()
+            if not owner.startswith("parameter/")
+        }
         self._structure: dict[str, Any] | None = None  # None: not noted
         self._named: set[str] = set()
 
@@ -122,7 +128,12 @@ class BaseTraits(ABC):
 
     def _is_as_built(self, owner: str, thing: Any) -> bool:
         """Whether that is seen at once."""
-        return False
+        quick = self._quick.get(owner)
+        if quick is None or self._evaluates is not None:
+            return False
+        count, names, values = quick
+        now = attributes(thing)
+        return len(now) == count and tuple(map(now.get, names)) == values
 
     def _counts(self, owner: str, name: str) -> bool:
         """Whether a state carries this attribute."""
@@ -232,3 +243,8 @@ class BaseTraits(ABC):
             }
             for owner, thing in self._things.items()
         }
+
+
+def attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes of an object, or a dict as it is."""
+    return thing if isinstance(thing, dict) else vars(thing)

@@ -87,15 +87,24 @@ class FrameworkState(Protocol):
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return what else belongs to the state, as JSON types.
 
-        `committed`: learning rates and schedulers are those that were noted last, if they ever
-        were.
+        `committed`: learning rates, schedulers and options are those that were noted last, if they
+        ever were.
         """
 
     def note_committed(self) -> None:
-        """Remember learning rates and schedulers as they are: a step or an epoch is committed.
+        """Remember learning rates, schedulers and options: a step or an epoch is committed.
 
         A rank may have to put the committed state away amid the next step, where the script has
         set them for that; whoever goes on from there runs these lines again.
+        """
+
+    def note_open_step(self, *, before_shards: bool) -> None:
+        """See what else the script has changed since the last commit; before an update."""
+
+    def changed_in_step(self) -> str:
+        """Return which part of the state the script changes between a commit and the next update.
+
+        Tensors and objects, of which `note_committed` keeps nothing. "": none.
         """
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:

@@ -288,8 +288,15 @@ class TrainingStep(Step):
         seed_shard(self._framework.data, self._steps.seed, *shard_range.key, again=self._again)
         return self._framework.data.to_batch(batch)
 
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._framework.state.note_open_step(before_shards=True)
+        super()._begin()
+
     def _finish(self, of: tuple[int, ...]) -> Any:
         stage = self._steps.stage
+        if not self.is_updated:
+            self._framework.state.note_open_step(before_shards=False)
         try:
             if self.result is None:
                 self.result = stage.member.exchange(

@@ -183,6 +183,27 @@ class NodeSnapshots:
         """Take a snapshot of the committed state alone, as another rank is gone."""
         if self._link is None:
             return
+        # A complete one was taken at the end of the step. The script may have begun the next one
+        # since: what it has changed there, say the learning rate, is changed again after a restore.
+        if self.complete != self.now:
+            self._write_rescued()
+        newest = None if self._segment is None else read_newest(self._segment.fd)
+        if self.is_first and newest is not None:
+            self._give(newest.digest)
+
+    def _write_rescued(self) -> None:
+        """Write the committed state, if it is still there and there is room for it."""
+        changed = self._state.changed_in_step()
+        if changed:
+            newest = self.complete
+            logger.warning(
+                "the step that is lost has changed %s before its update: what was committed is "
+                "gone, and training goes on from %s. Change it after step.update() to lose one "
+                "step only",
+                changed,
+                "the last checkpoint" if newest is None else f"the snapshot of step {newest.step}",
+            )
+            return
         layout = self._state.layout()
         meta = self._meta(layout)
         if self._segment is None and self.is_first and self.wants_renewal:
@@ -190,14 +211,8 @@ class NodeSnapshots:
                 self._segment, self._index = self._make(layout, meta, writers=1), 0
             except SnapshotError as error:
                 logger.error("%s", error)
-        if self._segment is None or not self._segment.fits(len(meta), layout.total_bytes):
-            return
-        # A complete one was taken at the end of the step. The script may have begun the next one
-        # since: what it has changed there, say the learning rate, is changed again after a restore.
-        if self.complete != self.now:
+        if self._segment is not None and self._segment.fits(len(meta), layout.total_bytes):
             self._segment.write_whole(self._state, layout, self.now, meta)
-        if self.is_first:
-            self._give(layout.digest)
 
     def close(self) -> None:
         for segment in (self._segment, self._prepared):

@@ -8,7 +8,7 @@ import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
+from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found, attributes
 from pod_runtime.trainer.frameworks.plain_values import is_plain
 
 _ALL = "layers"  # stands for all of them
@@ -33,12 +33,6 @@ class PaddleTraits(BaseTraits):
 
     def __init__(self, model: Any, optimizers: Sequence[Any]) -> None:
         super().__init__(model, optimizers)
-        # Most owners never change, and that is seen at once.
-        self._quick = {
-            owner: (len(_attributes(self._things[owner])), tuple(values), tuple(values.values()))
-            for owner, values in self._built.items()
-            if not owner.startswith("parameter/")
-        }
         self._loose = {
             owner: dict(self._loose_tensors(thing))
             for owner, thing in self._things.items()
@@ -162,20 +156,12 @@ class PaddleTraits(BaseTraits):
             skipped = _OF_SCHEDULERS.union(thing.keys)
         found = {
             name: value
-            for name, value in _attributes(thing).items()
+            for name, value in attributes(thing).items()
             if name not in skipped and is_plain(value)
         }
         if kind == "layer" and self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
         return found
-
-    def _is_as_built(self, owner: str, thing: Any) -> bool:
-        quick = self._quick.get(owner)
-        if quick is None or self._evaluates is not None:
-            return False
-        count, names, values = quick
-        attributes = _attributes(thing)
-        return len(attributes) == count and tuple(map(attributes.get, names)) == values
 
     def _read_structure(self) -> dict[str, Any]:
         found = super()._read_structure()
@@ -228,7 +214,3 @@ class PaddleTraits(BaseTraits):
         if isinstance(value, EagerParamBase) or not value._is_initialized():
             return None
         return id(value), value.inplace_version
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    return thing if isinstance(thing, dict) else vars(thing)

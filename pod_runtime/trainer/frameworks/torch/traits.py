@@ -39,15 +39,20 @@ class TorchTraits(BaseTraits):
         self._before: dict[str, bool] = {}  # modes when they began to be watched
         self._set_since: set[str] = set()  # layers whose mode was set since
 
-    def changed(self) -> Found:
-        self._things = self._owners()
-        return super().changed()
-
     def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
         plain: Found = {}  # an older version has the names of compiled layers, the inner one last
         for owner, values in changed.items():
             plain.setdefault(plain_name(owner), {}).update(values)
         return super().apply(plain)
+
+    def uncarried_changes(self) -> list[str]:
+        self._things = self._owners()
+        return super().uncarried_changes()
+
+    def _is_as_built(self, owner: str, thing: Any) -> bool:
+        if isinstance(thing, torch.Tensor):
+            return self._built.get(owner) == {"requires_grad": thing.requires_grad}
+        return super()._is_as_built(owner, thing)
 
     # --- modes
 

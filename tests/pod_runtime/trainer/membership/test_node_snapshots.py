@@ -41,6 +41,7 @@ class Trained:
 
     def __init__(self) -> None:
         self.rate = 0.1
+        self.moved = ""
 
     def layout(self) -> StateLayout:
         return make_layout([("model/weight", "float32", (3,))])
@@ -51,6 +52,9 @@ class Trained:
     def scalars(self, *, committed: bool) -> dict[str, Any]:
         assert committed, "the script may have set the rate for the next step"
         return {"lr": self.rate}
+
+    def changed_in_step(self) -> str:
+        return self.moved
 
 
 def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended():
@@ -73,6 +77,13 @@ def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended()
     assert kept() is None
     snapshots.rescue()
     assert kept() == 0.5
+    trained.moved = "a buffer"
+    progress.commit_step()
+    snapshots.rescue()
+    assert kept() is None, "the step before is what is left"
+    newest = snapshots.complete
+    assert newest is not None
+    assert newest.step == progress.cursor.global_step - 1
     snapshots.close()
 
 

@@ -192,6 +192,31 @@ def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch
     finish_anew(job, (1, 5), *out(job, "--turn"))
 
 
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("attribute", ""),
+        ("buffer", "buffer 0 of the model"),
+        ("extra", "extra={'tally': ...}, its steps"),
+    ],
+)
+def test_what_a_script_does_above_the_shards_of_a_step_is_not_done_twice_after_a_crash(
+    launch, what, named
+):
+    job = launch("counting.py", 2)
+    flags = ("--tally", what, "--fail_at", "5", "--snapshot_steps", "100")
+    stage = job.start(2, *out(job, *flags, step_s=0.03))
+    stage.go()
+    assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
+    newest = job.newest()
+    if named:
+        assert newest < (1, 5), "its state after step 5 is not there any more"
+        assert f"the step that is lost has changed {named} before its update" in stage.logs()
+    else:
+        assert newest == (1, 5)
+    finish_anew(job, newest, *out(job, "--tally", what))
+
+
 def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     job = launch("counting.py", 2)
     flags = out(job, "--snapshot_steps", "100", "--workers", "1")

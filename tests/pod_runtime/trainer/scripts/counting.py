@@ -35,6 +35,7 @@ parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this 
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
 parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
+parser.add_argument("--tally", choices=("buffer", "extra", "attribute"), help="steps, at their top")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
@@ -64,9 +65,28 @@ class Counter(paddle.nn.Layer):
         self.seen = self.create_parameter([args.samples], default_initializer=zero)
         if args.padding:
             self.padding = self.create_parameter([args.padding], default_initializer=zero)
+        self.steps = 0
+        self.register_buffer("tally", paddle.zeros([1]))
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
         return paddle.gather(self.seen, ids)
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def add(self) -> None:
+        self.steps += 1
+        model.steps += args.tally == "attribute"
+        if args.tally == "buffer":
+            model.tally.set_value(model.tally + 1)
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps if args.tally == "extra" else 0}
+
+    def set_state_dict(self, state: dict) -> None:
+        self.steps = state["steps"]
 
 
 class Many(paddle.io.Dataset):
@@ -94,14 +114,15 @@ def starving(where: elastic.ReadFrom):
 data = Ids()
 if args.workers:
     data = paddle.io.DataLoader(data, batch_size=32, shuffle=True, num_workers=args.workers)
-model = Counter()
+model, tally = Counter(), Tally()
 rate = paddle.optimizer.lr.LambdaDecay(1.0, lambda _count: 1.0)
 optimizer = paddle.optimizer.SGD(rate if args.turn else 1.0, parameters=model.parameters())
 loop = elastic.Loop(
     model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
     save_steps=args.save_steps, keep_checkpoints=args.keep,
     snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
-    all_reduce=args.all_reduce, promise=args.promise, seed=os.getpid() if args.own_seed else 0,
+    all_reduce=args.all_reduce, promise=args.promise, extra={"tally": tally},
+    seed=os.getpid() if args.own_seed else 0,
 )  # fmt: skip
 for epoch in loop.epochs():
     drawn = random.random() if args.draws else 0.0
@@ -116,6 +137,8 @@ for epoch in loop.epochs():
             assert os.environ["PADDLE_TRAINERS_NUM"] == str(loop.world_size)
         if args.turn:
             rate.step()
+        if args.tally:
+            tally.add()
         if args.starve:
             (args.out / f"begun.{loop.rank}.{step.number}").touch()
         for batch in step:
@@ -146,6 +169,8 @@ for epoch in loop.epochs():
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
         found = loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
         assert found["ids"] == sum(range(args.samples)), found
+found = {"extra": tally.steps, "attribute": model.steps, "buffer": float(model.tally.sum())}
+assert not args.tally or found[args.tally] == loop.step_count, found
 assert not args.turn or rate.last_epoch == loop.step_count, rate.last_epoch
 if loop.rank == 0:
     np.save(args.out / "counts.npy", model.seen.numpy())

@@ -1,0 +1,51 @@
+"""See whether a script changes what is committed while its next step is open.
+
+After a crash the ranks that are left put away what they have committed. What the script has
+changed since then, above `for batch in step:` or before `step.update()`, it changes again where the
+training goes on from there: a moving average would move twice.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pod_runtime.trainer.frameworks.plain_values import differ
+
+_ALWAYS = 4  # looks of a process that may take as long as they do
+_SHARE = 500  # of the time that passes, later looks take one part
+
+
+class OpenStep:
+    """Compares the state with what the last commit has left: in a process's first steps, and later
+    as often as costs nothing. What has changed once counts as changed from then on.
+    """
+
+    def __init__(self, marks: Callable[[bool], dict[str, Any]]) -> None:
+        """`marks` returns plain values that tell what is there, by what to call it.
+
+        Its argument says whether those of the model's buffers are among them.
+        """
+        self._marks = marks
+        self._committed: dict[str, Any] | None = None  # None: this commit was not looked at
+        self._looks = 0
+        self._due_at = 0.0  # by time.monotonic()
+        self.changed = ""  # what the script changes in open steps; "": nothing
+
+    def begin(self) -> None:
+        """A step is committed."""
+        self._committed = None
+        began_at = time.monotonic()
+        if not self.changed and (self._looks < _ALWAYS or began_at >= self._due_at):
+            self._committed = self._marks(True)
+            self._looks += 1
+            ended_at = time.monotonic()
+            self._due_at = ended_at + 3 * _SHARE * (ended_at - began_at)  # two more follow
+
+    def look(self, *, buffers: bool) -> None:
+        """See what the script has changed since. `buffers`: the model's too; no shard has begun."""
+        if self._committed is None:
+            return
+        for name, each in self._marks(buffers).items():
+            if name not in self._committed or differ(self._committed[name], each):
+                self._committed, self.changed = None, name
+                return

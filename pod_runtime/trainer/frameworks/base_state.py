@@ -10,7 +10,7 @@ import json
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +21,7 @@ from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.open_step import OpenStep
 from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
+from pod_runtime.trainer.frameworks.reads import Reads
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, missing_and_surplus
 
@@ -177,16 +178,16 @@ class BaseState(ABC):
             if first < last:
                 copy_bytes(base + spec.offset + first, tensor, first, last)
 
-    def note_committed(self) -> None:
+    def note_committed(self, *, of_epoch: bool = False) -> None:
         """Remember what the script may change in the next step: this belongs to the last commit."""
         for each in self._optimizers:
             each.note_committed()
         self._committed_traits = self._traits.changed()
-        self._open_step.begin()
+        self._open_step.begin(of_epoch=of_epoch)
 
-    def note_open_step(self, *, before_shards: bool) -> None:
+    def note_open_step(self, *, before_shards: bool, amid_epoch: bool) -> None:
         """See what the script has changed since the last commit; before an update."""
-        self._open_step.look(buffers=before_shards)
+        self._open_step.look(buffers=before_shards, amid_epoch=amid_epoch)
 
     def changed_in_step(self) -> str:
         """Return what the script changes between a commit and the next update; "": nothing."""
@@ -410,6 +411,10 @@ class BaseState(ABC):
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Set the modes of these layers."""
         self._traits.set_modes(modes)
+
+    def reads(self, tell: Callable[[], None]) -> Reads:
+        """Return what calls `tell` before the script reads the model's tensors."""
+        return self._traits.reads(tell)
 
     def numbers_of_layers(self) -> dict[str, float]:
         """Return the numbers that layers have as attributes, by what to call them."""

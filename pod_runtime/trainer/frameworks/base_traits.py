@@ -7,13 +7,14 @@ state (a hook, a layer in another's place) is named instead.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
+from pod_runtime.trainer.frameworks.reads import Reads
 
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 
@@ -138,6 +139,10 @@ class BaseTraits(ABC):
     def _counts(self, owner: str, name: str) -> bool:
         """Whether a state carries this attribute."""
         return True
+
+    def reads(self, tell: Callable[[], None]) -> Reads:
+        """Return what sees that the script reads the model's tensors."""
+        return Reads(lambda: [layer for _name, layer in self._layers()], tell)
 
     # --- modes
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pod_runtime.trainer.frameworks.beside import Beside
+from pod_runtime.trainer.frameworks.reads import Reads
 from pod_runtime.trainer.layout import StateLayout
 
 
@@ -91,15 +92,19 @@ class FrameworkState(Protocol):
         ever were.
         """
 
-    def note_committed(self) -> None:
+    def note_committed(self, *, of_epoch: bool = False) -> None:
         """Remember learning rates, schedulers and options: a step or an epoch is committed.
 
         A rank may have to put the committed state away amid the next step, where the script has
         set them for that; whoever goes on from there runs these lines again.
         """
 
-    def note_open_step(self, *, before_shards: bool) -> None:
-        """See what else the script has changed since the last commit; before an update."""
+    def note_open_step(self, *, before_shards: bool, amid_epoch: bool) -> None:
+        """See what else the script has changed since the last commit; before an update.
+
+        Args:
+            amid_epoch: the step is not the epoch's first.
+        """
 
     def changed_in_step(self) -> str:
         """Return which part of the state the script changes between a commit and the next update.
@@ -122,6 +127,9 @@ class FrameworkState(Protocol):
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Set the modes of these layers."""
+
+    def reads(self, tell: Callable[[], None]) -> Reads:
+        """Return what calls `tell` before the script reads the model's tensors."""
 
     def fingerprints(self, *, of_model: bool) -> dict[str, float]:
         """Return numbers that are the same on all ranks as long as their states are.

@@ -16,8 +16,11 @@ _SHARE = 500  # of the time that passes, later looks take one part
 
 
 class OpenStep:
-    """Compares the state with what the last commit has left: in a process's first steps, and later
-    as often as costs nothing. What has changed once counts as changed from then on.
+    """Compares the state with what the last commit has left.
+
+    It looks in a process's first steps, in the first step of each epoch, and in as many others as
+    cost nothing. What a script has changed once in one of these others counts as changed from then
+    on.
     """
 
     def __init__(self, marks: Callable[[bool], dict[str, Any]]) -> None:
@@ -29,23 +32,32 @@ class OpenStep:
         self._committed: dict[str, Any] | None = None  # None: this commit was not looked at
         self._looks = 0
         self._due_at = 0.0  # by time.monotonic()
-        self.changed = ""  # what the script changes in open steps; "": nothing
+        self._always = self._now = ""  # what the script changes; "": nothing
 
-    def begin(self) -> None:
-        """A step is committed."""
-        self._committed = None
+    @property
+    def changed(self) -> str:
+        """What the script has changed since the last commit; "": nothing that was seen."""
+        return self._now or self._always
+
+    def begin(self, *, of_epoch: bool) -> None:
+        """A step is committed, or an epoch."""
+        self._committed, self._now = None, ""
         began_at = time.monotonic()
-        if not self.changed and (self._looks < _ALWAYS or began_at >= self._due_at):
+        if self._always:
+            return
+        if of_epoch or self._looks < _ALWAYS or began_at >= self._due_at:
             self._committed = self._marks(True)
             self._looks += 1
             ended_at = time.monotonic()
             self._due_at = ended_at + 3 * _SHARE * (ended_at - began_at)  # two more follow
 
-    def look(self, *, buffers: bool) -> None:
+    def look(self, *, buffers: bool, amid_epoch: bool = False) -> None:
         """See what the script has changed since. `buffers`: the model's too; no shard has begun."""
         if self._committed is None:
             return
         for name, each in self._marks(buffers).items():
             if name not in self._committed or differ(self._committed[name], each):
-                self._committed, self.changed = None, name
+                self._committed, self._now = None, name
+                if amid_epoch:
+                    self._always = name
                 return

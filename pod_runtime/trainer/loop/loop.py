@@ -238,7 +238,9 @@ class Loop:
         self._source = self._joiner.source
         self._framework = self._joiner.framework
         self._framework.step.drop()  # gradients of before: of a first batch that built layers
-        self._changes = ScriptChanges(self._framework.state, self._joiner.load_again)
+        self._changes = ScriptChanges(
+            self._framework.state, self._joiner.load_again, lambda: self._entered().cursor
+        )
         if not self._joiner.overlaps:
             self._entered()
 
@@ -254,8 +256,10 @@ class Loop:
             self._changes.state_loaded(steps.cursor)
             if self._epoch is not None:
                 self._changes.state_loaded_in_body(steps.cursor)
-                if self._open_step is None and not self._changes.has_drawn:
-                    self._seed_outside_of_steps(0)
+                if self._open_step is None:
+                    self._changes.body_goes_on()
+                    if not self._changes.has_drawn:
+                        self._seed_outside_of_steps(0)
             if not (self._is_warming_up or self._changes.is_pending):
                 self._joiner.settled()
             if self._epoch is not None:
@@ -352,7 +356,10 @@ class Loop:
                 self._changes.body_reached(self._steps.cursor)
                 if not self._changes.is_pending:
                     self._joiner.settled()
+                if not self._has_come_to_steps:
+                    self._changes.body_goes_on()
             yield epoch
+            self._changes.end_reads()
             progress = self._entered().stage.progress
             if progress.is_finished:  # it was when this stage began, and there was a warm-up step
                 break
@@ -374,7 +381,7 @@ class Loop:
         stage.member.come_together("the end of an epoch")
         stop, request = stage.member.end_epoch(stage.progress.stops)
         stage.progress.commit_epoch()
-        stage.framework.state.note_committed()
+        stage.framework.state.note_committed(of_epoch=True)
         if stop:
             stage.progress.stop()
         if not stage.progress.is_finished:
@@ -413,6 +420,7 @@ class Loop:
         if not self._has_checkpoint:
             raise UsageError("save_best: it needs Loop(checkpoint=...), below which it writes")
         steps, step = self._entered(), self._open_step
+        self._changes.end_reads()
         cursor, number = steps.cursor, to_float(value)
         found = BestCheckpoint(
             metric=metric,
@@ -490,6 +498,7 @@ class Loop:
                 length=source.length or 0,
             ).of(0)  # fmt: skip
         self._entered()
+        self._changes.end_reads()
         self._check_meets("loop.evaluate")
         if self._rehearsal is not None:
             source = self._rehearsal.few(source)
@@ -605,6 +614,7 @@ class Loop:
         return EpochPosition(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
 
     def _run_epoch(self) -> Iterator[Step]:
+        self._changes.end_reads()
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._has_come_to_steps:

@@ -6,8 +6,12 @@ that the others have behind them. A prepared process comes to the body of an epo
 state. The modes that the body sets meanwhile are kept; if it sets more, a state that was made after
 these lines cannot begin there. Nor can any state where the body has drawn random numbers meanwhile,
 and the epoch is another one than was thought.
+
+Where the body reads the model, the state comes first. Amid an epoch it is still not the state that
+the others have read there: that is said.
 """
 
+import logging
 from collections.abc import Callable
 
 from pod_runtime.trainer.data.streams import BeginOfEpoch
@@ -15,13 +19,22 @@ from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.progress.batches import Cursor
 
+logger = logging.getLogger(__name__)
+
 
 class ScriptChanges:
     """Follows the script from the loop's making to the first step of its stage."""
 
-    def __init__(self, state: FrameworkState, load_again: Callable[[], None]) -> None:
-        """`load_again` loads the state that was loaded, once more."""
-        self._state, self._load_again = state, load_again
+    def __init__(
+        self, state: FrameworkState, load_again: Callable[[], None], enter: Callable[[], Cursor]
+    ) -> None:
+        """
+        Args:
+            load_again: loads the state that was loaded, once more.
+            enter: has the state come now, if it has not, and returns where it goes on.
+        """
+        self._state, self._load_again, self._enter = state, load_again, enter
+        self._reads = state.reads(self._read)
         self._is_pending = False  # a state was restored, and the script is not where it goes on
         self._watches = False
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
@@ -36,9 +49,31 @@ class ScriptChanges:
         self._numbers = numbers
         self._tensors = self._state.fingerprints(of_model=True)
         self._state.watch()
+        self._reads.begin()
+
+    def body_goes_on(self) -> None:
+        """The body of an epoch is at work, and the state is there."""
+        self._reads.begin()
+
+    def end_reads(self) -> None:
+        """The model is not read by the script from now on."""
+        self._reads.end()
+
+    def _read(self) -> None:
+        cursor = self._enter()
+        if cursor.step or not cursor.global_step:
+            logger.warning(
+                "epoch %d, step %d: the script reads the model above the epoch's steps. Trainers "
+                "may start amid an epoch, with the model of then: what the steps need of the "
+                "epoch's start (a frozen copy, labels) belongs in extra={...}, and is made where "
+                "epoch.first_step is 0",
+                cursor.epoch,
+                cursor.step,
+            )
 
     def note(self) -> None:
         """The state comes now, or the steps begin: what was watched ends here."""
+        self._reads.end()
         if self._watches:
             self._watches = False
             self._modes, self._has_set_more = self._state.watched()

@@ -168,6 +168,21 @@ def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_
     assert len(set.union(*drawn)) == 3
 
 
+@pytest.mark.parametrize("step", [2, 8])  # amid the first epoch, and the second
+def test_what_an_epochs_body_reads_of_the_model_is_read_when_the_state_is_there(launch, step):
+    job = launch("counting.py", 2)
+    args = out(job, "--reads")
+    old, new = prepared_beside(job, *args, step=step)
+    assert "epoch 0, step 0: the script reads the model" in old.logs()
+    old.cut()
+    newest = 1, old.drained()
+    new.commit(newest)
+    finish(new)
+    old.end()
+    epoch, amid = divmod(newest[1], 7)
+    assert f"epoch {epoch}, step {amid}: the script reads the model" in new.logs()
+
+
 def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
     job = launch("counting.py", 2)
     args = out(job, "--draws")

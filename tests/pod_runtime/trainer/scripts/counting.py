@@ -36,6 +36,7 @@ parser.add_argument("--promise", default="rounding")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
 parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
 parser.add_argument("--tally", choices=("buffer", "extra", "attribute"), help="steps, at their top")
+parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
@@ -82,10 +83,10 @@ class Tally:
         if args.tally == "buffer":
             model.tally.set_value(model.tally + 1)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps if args.tally == "extra" else 0}
 
-    def set_state_dict(self, state: dict) -> None:
+    def set_state_dict(self, state: dict[str, int]) -> None:
         self.steps = state["steps"]
 
 
@@ -126,6 +127,7 @@ loop = elastic.Loop(
 )  # fmt: skip
 for epoch in loop.epochs():
     drawn = random.random() if args.draws else 0.0
+    read = float(model.seen.sum()) if args.reads else -1.0
     if args.evaluates_first:
         loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=args.samples)
     for step in epoch:
@@ -135,6 +137,9 @@ for epoch in loop.epochs():
         if not step.is_warmup:
             assert os.environ["PADDLE_TRAINER_ID"] == str(loop.rank)
             assert os.environ["PADDLE_TRAINERS_NUM"] == str(loop.world_size)
+        if read >= 0 and not step.is_warmup:
+            assert read == float(model.seen.sum()), "another model was read than is trained on"
+            read = -1.0
         if args.turn:
             rate.step()
         if args.tally:

@@ -9,16 +9,22 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
+from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script, is_plain
 from pod_runtime.trainer.frameworks.reads import Reads
 
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 
 _CONTAINERS = (list, tuple, dict, set, deque)
+# Whose equality tells whether they changed.
+_VALUES = (complex, bytes, Enum, Decimal, Fraction, FunctionType, BuiltinFunctionType)
 _MOST, _DEEPEST = 1000, 3  # members that are looked at one by one, and containers within another
 
 
@@ -191,7 +197,7 @@ class BaseTraits(ABC):
             for attribute, value in self._loose_tensors(layer):
                 what = f"{attribute} of {who}, a tensor outside of its state_dict"
                 found[what] = self._version(value)
-            found |= self._read_containers(who, layer, self._OF_LAYERS)
+            found |= self._read_others(who, layer, self._OF_LAYERS)
         for number, optimizer in enumerate(self._optimizers):
             who = f"the optimizer{f' {number}' if number else ''}"
             found |= self._read_optimizer(who, optimizer)
@@ -200,7 +206,7 @@ class BaseTraits(ABC):
         return found
 
     def _read_optimizer(self, who: str, optimizer: Any) -> dict[str, Any]:
-        found = self._read_containers(who, optimizer, self._OF_OPTIMIZERS)
+        found = self._read_others(who, optimizer, self._OF_OPTIMIZERS)
         if self._is_of_framework(optimizer):
             return found
         for name, value in vars(optimizer).items():
@@ -209,29 +215,45 @@ class BaseTraits(ABC):
                 found[f"{name} of {who}, a tensor outside of its state"] = version
         return found
 
-    def _read_containers(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
-        """Return marks of the lists and the like that are no plain values."""
+    def _read_others(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
+        """Return marks of what is no plain value: lists and the like, objects of the script."""
         if self._is_of_framework(thing):
             return {}
-        return {
-            f"{name} of {who}, a {type(value).__name__}": self._mark(value)
+        marks = {
+            (name, type(value).__name__): self._mark(value)
             for name, value in vars(thing).items()
-            if name not in skipped and isinstance(value, _CONTAINERS) and not is_plain(value)
+            if name not in skipped and not is_plain(value) and self._version(value) is None
+        }
+        return {
+            f"{name} of {who}, {_article(kind)} {kind}": mark
+            for (name, kind), mark in marks.items()
+            if mark is not None
         }
 
     def _is_of_framework(self, thing: Any) -> bool:
         return type(thing).__module__.partition(".")[0] == self._PACKAGE
 
     def _mark(self, value: Any, depth: int = 1) -> Any:
-        """Return plain values that change when something is put into a container, or taken out."""
-        if not isinstance(value, _CONTAINERS):
-            return value if is_plain(value) else self._version(value)
-        if len(value) > _MOST or depth > _DEEPEST:
-            return id(value), len(value)
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return [
-            (key if is_plain(key) else id(key), self._mark(each, depth + 1)) for key, each in pairs
-        ]
+        """Return plain values that change when something in this value does; None: nothing can."""
+        if is_plain(value):
+            return value
+        if isinstance(value, _CONTAINERS):
+            if len(value) > _MOST or depth > _DEEPEST:
+                return id(value), len(value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            return [
+                (key if is_plain(key) else id(key), self._mark(each, depth + 1))
+                for key, each in pairs
+            ]
+        version = self._version(value)
+        if version is not None:
+            return version
+        if isinstance(value, _VALUES):
+            return value
+        is_layer = hasattr(value, "named_parameters")
+        if depth <= _DEEPEST and not is_layer and is_of_script(type(value).__module__):
+            return self._mark(getattr(value, "__dict__", {}), depth + 1)
+        return None
 
     def _version(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -248,6 +270,10 @@ class BaseTraits(ABC):
             }
             for owner, thing in self._things.items()
         }
+
+
+def _article(kind: str) -> str:
+    return "an" if kind[0] in "AEIOUaeiou" else "a"
 
 
 def attributes(thing: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A moving average, a target network, a critic with an optimizer of its own: no st
 changes in them, and a trainer that starts later has them as the script builds them.
 """
 
-import functools
 import gc
 import sys
 import time
@@ -14,14 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.plain_values import differ
+from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script
 
 _DICTS = frozenset((dict, OrderedDict))
 _DEEPEST = 4  # objects within an object of `extra=` that are looked through
 _ALWAYS = 4  # looks of a process that may take as long as they do
 _SHARE = 500  # of the time that passes, later looks take one part
 
-Found = tuple[Any, dict[str, Any], Callable[[], Any] | None]  # thing, tensors, and its reference
+# A thing, its tensors by name or place, and a reference to it or its first tensor.
+Found = tuple[Any, dict[Any, Any], Callable[[], Any] | None]
 
 
 class Beside:
@@ -74,18 +74,22 @@ class Beside:
         found, now = [], {}
         known = self._known()
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
-        models, dicts = self._find({next(iter(each), None) for each in names})
+        shapes = list(self._shapes()) if copies else []
+        models, dicts, lists = self._find(
+            {next(iter(each), None) for each in names}, set(map(len, shapes))
+        )
         for thing, tensors, reference in (
             *self._of_models(models, known),
             *self._of_dicts(dicts, names, known),
+            *self._of_lists(lists, shapes, known),
         ):
             marks = {name: self._norm(each) for name, each in tensors.items()}
             last, before = self._seen.get(id(thing), (None, {}))
-            if last is None or last() is thing:
+            if last is None or last() is not None:
                 moved = [
                     name for name in marks if differ(before.get(name, marks[name]), marks[name])
                 ]
-                if moved:
+                if moved and not (isinstance(thing, list) and self._is_of_framework(thing)):
                     found.append(f"{moved[0]} of {_words(thing)}")
             now[id(thing)] = reference, marks
         self._seen = now
@@ -112,12 +116,16 @@ class Beside:
                     return UsageError(str(error))  # without the frames that refer to the object
         return None
 
-    def _find(self, keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
-        """Return all models of the process, and the dicts with one of these keys."""
+    def _find(
+        self, keys: Collection[Any], sizes: Collection[int]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return all models of the process, the dicts with one of these keys, and the lists of
+        tensors that have one of these sizes.
+        """
         objects = gc.get_objects()
         kinds = set(map(type, objects))
         models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
-        holders_of = {kind for kind in kinds if keys and _is_of_script(kind.__module__)}
+        holders_of = {kind for kind in kinds if keys and is_of_script(kind.__module__)}
         models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
         wanted = models_of | holders_of | (_DICTS if keys else set())
         for each in [each for each in objects if type(each) in wanted]:
@@ -135,7 +143,20 @@ class Beside:
             for each in gc.get_referents(holder):
                 if type(each) in _DICTS and any(key in each for key in keys):
                     dicts[id(each)] = each
-        return models, list(dicts.values())
+        lists = [
+            each
+            for each in (objects if sizes else ())
+            if type(each) is list and len(each) in sizes and self._address(each[0]) is not None
+        ]
+        return models, list(dicts.values()), lists
+
+    def _shapes(self) -> Iterator[list[list[int]]]:
+        """Yield what a list may hold of a model: all parameters, the trained ones, all tensors."""
+        for model in self._models:
+            of_all = list(model.parameters())
+            trained = [each for each in of_all if each.requires_grad]
+            for tensors in (of_all, trained, [*of_all, *model.buffers()]):
+                yield [list(each.shape) for each in tensors]
 
     def _of_models(self, models: list[Any], known: set[int]) -> Iterator[Found]:
         inner = {id(child) for model in models for child in model.children()}
@@ -156,6 +177,24 @@ class Beside:
                 2 * len(tensors.keys() & of_model) > len(of_model) for of_model in names
             ):
                 yield each, tensors, None
+
+    def _of_lists(
+        self, lists: list[Any], shapes: Sequence[list[list[int]]], known: set[int]
+    ) -> Iterator[Found]:
+        for each in lists:
+            if all(self._is_other(value, known) for value in each) and (
+                [list(value.shape) for value in each] in shapes
+            ):
+                # Lists are made anew where tensors are: what counts is whether these stay.
+                yield each, dict(enumerate(each)), weakref.ref(each[0])
+
+    def _is_of_framework(self, thing: Any) -> bool:
+        """Whether a list is the framework's, or ours: of gradients, and views of them."""
+        holders = gc.get_referrers(thing)
+        holders += [owner for each in holders if type(each) is dict
+                    for owner in gc.get_referrers(each)]  # fmt: skip
+        modules = {type(each).__module__.partition(".")[0] for each in holders}
+        return not modules.isdisjoint(("pod_runtime", "torch", "paddle"))
 
     def _is_other(self, tensor: Any, known: set[int]) -> bool:
         return (address := self._address(tensor)) is not None and address not in known
@@ -180,32 +219,16 @@ class Beside:
                 inner = thing.values()
             elif isinstance(thing, list | tuple):
                 inner = thing
-            elif hasattr(thing, "__dict__") and _is_of_script(type(thing).__module__):
+            elif hasattr(thing, "__dict__") and is_of_script(type(thing).__module__):
                 inner = vars(thing).values()
             for each in inner:
                 self._note(each, found, depth - 1)
 
 
-@functools.cache
-def _is_of_script(module: Any) -> bool:
-    """Whether classes of this module are none of Python's, of an installed package, or of EDL.
-
-    Some classes of extensions have no text as `__module__`; they are none of a script.
-    """
-    if not isinstance(module, str):
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    package = module.partition(".")[0]
-    return bool(
-        file
-        and "site-packages" not in file
-        and package not in sys.stdlib_module_names
-        and package != "pod_runtime"
-    )
-
-
 def _words(thing: Any) -> str:
     """Return what to call it."""
+    if isinstance(thing, list):
+        return "a copy beside the loop's model (a list)"
     if type(thing) not in _DICTS:
         return f"a model beside the loop's ({type(thing).__name__})"
     for holder in gc.get_referrers(thing):

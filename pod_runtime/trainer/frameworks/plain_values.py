@@ -1,21 +1,40 @@
 """Plain values of a state: what layers say of themselves, and objects of the script."""
 
 import copy
+import functools
+import re
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
+
+import numpy as np
 
 from pod_runtime.trainer.errors import StateError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_PLACE = re.compile(r"\[\d+\]|\(\d+\)")  # in a list or a tuple, as a part of a path
 _LONGEST = 16  # of the lists of such values that are taken
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, None, or a short list of those."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return len(value) <= _LONGEST and all(type(each) in _PLAIN for each in value)
-    return kind in _PLAIN
+    """Return whether a value is a number, a text, None, or a short list of those.
+
+    Numbers of numpy are such, too: a layer's attribute becomes one by `np.maximum(...)`.
+    """
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and len(value) <= _LONGEST and all(map(_is_one, value))
+    return _is_one(value)
+
+
+def _is_one(value: Any) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in "biufU")
+
+
+def as_json(value: Any) -> Any:
+    """Return a plain value without numbers of numpy; a list is a copy."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_json, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -25,6 +44,24 @@ def differ(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return list(one) != list(other)
     return bool(one != other) and not (one != one and other != other)  # NaN is as it was
+
+
+@functools.cache
+def is_of_script(module: Any) -> bool:
+    """Whether classes of this module are none of Python's, of an installed package, or of EDL.
+
+    Some classes of extensions have no text as `__module__`; they are none of a script.
+    """
+    if not isinstance(module, str):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    package = module.partition(".")[0]
+    return bool(
+        file
+        and "site-packages" not in file
+        and package not in sys.stdlib_module_names
+        and package != "pod_runtime"
+    )
 
 
 def own_copy(value: Any) -> Any:
@@ -78,20 +115,41 @@ def to_float(value: Any) -> float:
 
 
 def nested(name: str, thing: Any) -> dict[str, Any]:
-    """Return an object's state as {path: leaf}."""
+    """Return an object's state as {path: leaf}; lists with tensors in them are walked through.
+
+    Raises:
+        StateError: a key cannot be part of a path.
+    """
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping) and value:
             for key, item in value.items():
-                if not isinstance(key, str) or "/" in key:
-                    raise StateError(f"extra {name}: keys must be text without '/', got {key!r}")
+                if not isinstance(key, str) or "/" in key or _PLACE.fullmatch(key):
+                    raise StateError(
+                        f"extra {name}: keys must be text without '/', and not like '[0]', got "
+                        f"{key!r}"
+                    )
                 walk(f"{prefix}/{key}" if prefix else key, item)
+        elif _holds_tensors(value):
+            form = "[{}]" if isinstance(value, list) else "({})"
+            for index, item in enumerate(value):
+                walk(f"{prefix}/{form.format(index)}", item)
         else:
             flat[prefix] = value
 
     walk("", thing.state_dict())
     return flat
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is a list or a tuple with tensors or arrays in it."""
+    return isinstance(value, list | tuple) and any(
+        hasattr(each, "detach")
+        or isinstance(each, np.ndarray)
+        or _holds_tensors(list(each.values()) if isinstance(each, Mapping) else each)
+        for each in value
+    )
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,4 +161,17 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    return whole
+    return {key: _with_lists(value) for key, value in whole.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a nested form with the lists and tuples that `nested` has walked through."""
+    if not isinstance(value, dict) or not value:
+        return value
+    made = {key: _with_lists(each) for key, each in value.items()}
+    found = [_PLACE.fullmatch(key) for key in made]
+    if found[0] is None:
+        return made
+    # Tensors and plain values of a state come apart, so not in their order.
+    in_order = [made[key] for key in sorted(made, key=lambda key: int(key[1:-1]))]
+    return in_order if found[0][0].startswith("[") else tuple(in_order)

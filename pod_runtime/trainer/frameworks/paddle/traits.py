@@ -9,7 +9,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found, attributes
-from pod_runtime.trainer.frameworks.plain_values import is_plain
+from pod_runtime.trainer.frameworks.plain_values import as_json, is_plain
 
 _ALL = "layers"  # stands for all of them
 # What the framework itself changes, or what the state holds elsewhere.
@@ -155,7 +155,7 @@ class PaddleTraits(BaseTraits):
             thing.state_keys()
             skipped = _OF_SCHEDULERS.union(thing.keys)
         found = {
-            name: value
+            name: as_json(value)
             for name, value in attributes(thing).items()
             if name not in skipped and is_plain(value)
         }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
-from pod_runtime.trainer.frameworks.plain_values import is_plain
+from pod_runtime.trainer.frameworks.plain_values import as_json, is_plain
 from pod_runtime.trainer.frameworks.torch.tensors import is_compiled, plain_name
 
 # The framework's own, of any optimizer, and what a scheduler notes there.
@@ -97,7 +97,7 @@ class TorchTraits(BaseTraits):
         is_layer = isinstance(thing, nn.Module)
         skipped = self._OF_LAYERS if is_layer else self._OF_OPTIMIZERS
         found = {
-            name: value
+            name: as_json(value)
             for name, value in vars(thing).items()
             if name not in skipped and is_plain(value)
         }
@@ -114,8 +114,8 @@ class TorchTraits(BaseTraits):
     def _hook_count(self, layer: Any) -> int:
         return sum(len(vars(layer).get(each, ())) for each in _HOOKS)
 
-    def _read_containers(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
-        return {} if has_extra_state(thing) else super()._read_containers(who, thing, skipped)
+    def _read_others(self, who: str, thing: Any, skipped: frozenset[str]) -> dict[str, Any]:
+        return {} if has_extra_state(thing) else super()._read_others(who, thing, skipped)
 
     def _loose_tensors(self, layer: Any) -> Iterator[tuple[str, Any]]:
         if has_extra_state(layer):

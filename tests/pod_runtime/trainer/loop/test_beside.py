@@ -106,6 +106,32 @@ class Shadow:
     set_state_dict = load_state_dict
 
 
+class Shadows:
+    """The same as a list, in the order of the parameters, as torch_ema has it."""
+
+    def __init__(self, kit: Any, model: Any) -> None:
+        self.kit = kit
+        self.shadows = [each.detach().clone() for each in model.parameters()]
+        self.newest: list[Any] = []
+
+    def update(self, model: Any) -> None:
+        with self.kit.no_grad():
+            for mine, new in zip(self.shadows, model.parameters(), strict=True):
+                self.kit.set(mine, 0.9 * mine + 0.1 * new.detach())
+        # Made anew each time: nothing goes on from it.
+        self.newest = [each.detach().clone() for each in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadows": self.shadows, "pair": (1, self.shadows[0]), "count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert (type(state["shadows"]), type(state["pair"])) == (list, tuple)
+        assert (state["pair"][0], state["count"]) == (1, 3)
+        self.shadows = state["shadows"]
+
+    set_state_dict = load_state_dict
+
+
 def train(
     kit: Any,
     model: Any,
@@ -130,6 +156,7 @@ def train(
     [
         (Average, r"0.weight of a model beside the loop's \(Sequential\)"),
         (Shadow, r"0.weight of a copy beside the loop's model \(Shadow.shadow\)"),
+        (Shadows, r"0 of a copy beside the loop's model \(a list\)"),
     ],
 )
 def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
@@ -206,14 +233,32 @@ def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
 
 def test_an_average_that_was_passed_is_not(kit):
     model = kit.net()
-    module, shadow = Average(kit, model), Shadow(kit, model)
-    extra = {"average": kit.freeze(module.module), "shadow": shadow}
+    module, shadow, shadows = Average(kit, model), Shadow(kit, model), Shadows(kit, model)
+    extra = {"average": kit.freeze(module.module), "shadow": shadow, "shadows": shadows}
 
     def update(_where: Any) -> None:
         module.update(model)
         shadow.update(model)
+        shadows.update(model)
 
     train(kit, model, after_update=update, extra=extra)
+
+
+def test_lists_of_tensors_in_extra_come_back_as_they_were(kit, tmp_path):
+    def run(epochs: int) -> Any:
+        model = kit.net()
+        shadows = Shadows(kit, model)
+        train(
+            kit, model, epochs=epochs, extra={"shadows": shadows}, checkpoint=tmp_path,
+            after_update=lambda _where: shadows.update(model),
+        )  # fmt: skip
+        return shadows
+
+    first = [each.numpy().copy() for each in run(1).shadows]
+    again = run(1).shadows
+    assert len(again) == len(first) > 0
+    for mine, other in zip(again, first, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), other)
 
 
 def test_a_layer_that_no_optimizer_has_is_named_with_the_frameworks_own_words(kit, caplog):

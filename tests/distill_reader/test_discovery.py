@@ -333,6 +333,7 @@ class Answers:
 
 READY = b"HTTP/1.1 200 OK\r\n\r\n"
 NOT_READY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
+BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -350,6 +351,9 @@ NOT_READY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
         pytest.param([b"HTTP/1.1 400 Bad Request\r\n\r\n"], [False], 1, id="as Triton says it"),
         pytest.param([b"HTTP/1.1 404 Not Found\r\n\r\n"] * 2, [True] * 2, 1, id="another protocol"),
         pytest.param([b"HTTP/1.1 401 No\r\n\r\n"] * 2, [True] * 2, 1, id="wants a token for it"),
+        pytest.param(
+            [BAD_GATEWAY, BAD_GATEWAY, READY], [False, False, True], 3, id="starts behind a gateway"
+        ),
         pytest.param([b"\0\0\6\4\0\0"] * 2, [True] * 2, 1, id="no HTTP"),
         pytest.param([b""] * 2, [True] * 2, 1, id="closes"),
         pytest.param([None, READY], [True, True], 0, id="says nothing"),

@@ -24,6 +24,7 @@ from distill_reader.balance.wire.client_connection import ClientConnection, Disc
 from distill_reader.balance.wire.messages import TeacherHeartbeat, heartbeat_body, withdrawal_body
 from distill_reader.errors import BadRequest, DistillError
 from distill_reader.listening import bracketed
+from distill_reader.protocols import gateways
 from distill_reader.tls import client_context, meaning_of
 
 logger = logging.getLogger(__name__)
@@ -238,6 +239,8 @@ class PortProbe:
         if self._says and status not in _SAYING:  # it reports, but is overloaded or about to end
             return self._is_slow()
         self._silent = 0
+        if status in gateways.UNREACHED | gateways.TIMED_OUT:  # what is behind it may say it yet
+            return False
         self._says = status in _SAYING
         return self._readiness.note(status == 200) if self._says else True
 

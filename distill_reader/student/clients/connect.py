@@ -197,8 +197,8 @@ def _open_serving_http(call: _Call) -> TeacherClient:
 
     connection = _http_connection(call)
     client = ServingHttpClient(connection, call.config)
-    if call.is_trial:
-        _make(call, lambda: client.probe(timeout_s=call.step_s), connection.close)
+    ask = client.probe if call.is_trial else client.find
+    _make(call, lambda: ask(timeout_s=call.step_s), connection.close)
     return client
 
 

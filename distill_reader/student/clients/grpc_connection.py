@@ -1,6 +1,7 @@
 """A gRPC channel to a teacher that carries bytes. Proxies of the environment are never used."""
 
 import functools
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.listening import bracketed
+from distill_reader.protocols import gateways
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
 from distill_reader.student.clients.endpoints import ProtocolMismatch, Target
@@ -27,6 +29,8 @@ from distill_reader.tls import client_context, start_tls, trusted_certificates
 
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
+_HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
+_TORN = "Received RST_STREAM"  # by a gateway whose own connection ended
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -145,6 +149,16 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
             f"{text}; set EDL_TEACHER_TOKEN as on the teacher, or what an ingress wants by "
             "set_teacher_access(headers=...)"
         )
+    if _is_outage(details):
+        return TeacherGone(text)
     if code in (statuses.INTERNAL, statuses.UNKNOWN, statuses.ABORTED, statuses.DATA_LOSS):
         return TeacherFailed(text)
     return TeacherGone(text)
+
+
+def _is_outage(details: str) -> bool:
+    """Return whether a gateway says that it has no answer: gRPC gives many such no status."""
+    status = _HTTP_STATUS.search(details)
+    return _TORN in details or (
+        status is not None and int(status[1]) in gateways.UNREACHED | gateways.TIMED_OUT
+    )

@@ -22,7 +22,7 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.protocols import stream
+from distill_reader.protocols import gateways, stream
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
 from distill_reader.student.clients.endpoints import Target
@@ -35,6 +35,8 @@ _CLOSED = (  # by the server, between two requests
     ssl.SSLEOFError,
     ssl.SSLZeroReturnError,
 )
+# The teacher cannot be asked now: what it speaks, has and computes does not follow.
+_OUTAGES = frozenset({408, 429, 503}) | gateways.UNREACHED | gateways.TIMED_OUT
 _MAX_TEXT = 2000  # characters of an error's body
 _JOIN_BUFFERS = 16  # more buffers are copied into one, which costs less than a system call each
 
@@ -152,8 +154,10 @@ class HttpClientConnection:
             raise UsageError(f"{text}; it sends requests to {where}: name that as the endpoint")
         if status in (429, 503):
             raise TeacherBusy(text, delay_s=_delay_of(answer.headers.get("retry-after", "")))
-        if status in (408, 504):
+        if status == 408 or status in gateways.TIMED_OUT:
             raise TeacherTimeout(text)
+        if status in gateways.UNREACHED:  # as if its own connection had ended
+            raise TeacherGone(text)
         if status == 404:
             raise ModelNotFound(text)
         if status == 413:
@@ -161,6 +165,11 @@ class HttpClientConnection:
         if 400 <= status < 500:
             raise BadRequest(text)
         raise TeacherFailed(text)
+
+    def check_reached(self, answer: HttpAnswer) -> None:
+        """Raise the error of an answer that tells an outage, whatever else its status may say."""
+        if answer.status in _OUTAGES:
+            self.refuse(answer)
 
     def _connect(self) -> None:
         self._connection.connect()

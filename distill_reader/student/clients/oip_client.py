@@ -211,6 +211,7 @@ class OipHttpClient:
         answer = self._connection.request(
             "POST", "/v2/repository/index", [b"{}"], headers, timeout_s=timeout_s
         )
+        self._connection.check_reached(answer)
         if answer.status != 200:
             return []
         try:
@@ -224,6 +225,7 @@ class OipHttpClient:
         if self._spec.takes_encodings:  # as for gRPC
             return None
         answer = self._connection.request("GET", f"{self._path}/config", timeout_s=timeout_s)
+        self._connection.check_reached(answer)
         try:
             most = json.loads(bytes(answer.body))["max_batch_size"]
         except (ValueError, TypeError, KeyError):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # clients over HTTP do not load gRPC
     from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 _PATH = "/GeneralModelService/inference"
+_HEALTH = "/health"  # of brpc; any answer will do that is not a gateway's
 _METHOD = f"/{serving_messages.SERVICE}/inference"
 _PROTO = "application/proto"
 _UNKNOWN = ModelSpec(name="serving", version="", inputs=(), outputs=())
@@ -81,11 +82,21 @@ class ServingHttpClient:
 
         Raises:
             ProtocolMismatch: it does not.
-            TeacherGone, TeacherTimeout.
+            TeacherGone, TeacherTimeout, TeacherBusy.
         """
         answer = self._post(b"", timeout_s)
+        self._connection.check_reached(answer)
         if answer.status in (404, 405, 501):
             raise ProtocolMismatch(f"{self.endpoint}: HTTP {answer.status} for {_PATH}")
+
+    def find(self, *, timeout_s: float) -> None:
+        """Find out whether a gateway reaches the server; else it loses one request after the other.
+
+        Raises:
+            TeacherGone, TeacherTimeout, TeacherBusy.
+        """
+        answer = self._connection.request("GET", _HEALTH, timeout_s=timeout_s)
+        self._connection.check_reached(answer)
 
     def predict(
         self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float

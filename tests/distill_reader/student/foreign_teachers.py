@@ -3,7 +3,9 @@
 They serve the model of local_teacher.SPEC. Nothing of ours is used but its function.
 """
 
+import contextlib
 import json
+import socket
 import ssl
 import threading
 import time
@@ -19,6 +21,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from distill_reader.student.clients.client import Array
 from tests.distill_reader.student.local_teacher import sums
 
+_HEADERS, _RST_STREAM, _SETTINGS = 1, 3, 4  # frames of HTTP/2
 _LABELS = {"one": 1, "many": 3}
 _TYPES = {
     "double": 1, "float": 2, "int64": 3, "uint64": 4, "int32": 5, "bool": 8, "string": 9,
@@ -275,6 +278,51 @@ class HttpTeacher:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class Http2Gateway:
+    """An ingress of gRPC that reaches nobody: each call has this HTTP status, or is torn."""
+
+    def __init__(self, said: int | str) -> None:
+        self._said = said
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(
+                    target=self._serve, args=(self._listener.accept()[0],), daemon=True
+                ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock, sock.makefile("rb") as file, contextlib.suppress(OSError):
+            file.read(24)  # the preface
+            sock.sendall(self._frame(_SETTINGS, 0, 0))
+            while head := file.read(9):
+                kind, flags, stream = head[3], head[4], int.from_bytes(head[5:])
+                file.read(int.from_bytes(head[:3]))
+                if kind == _SETTINGS and not flags:
+                    sock.sendall(self._frame(_SETTINGS, 1, 0))  # acknowledged
+                elif kind == _HEADERS:
+                    sock.sendall(self._answer(stream))
+
+    def _answer(self, stream: int) -> bytes:
+        if self._said == "torn":
+            return self._frame(_RST_STREAM, 0, stream, (2).to_bytes(4))  # INTERNAL_ERROR
+        status = str(self._said).encode()  # behind the index of `:status`, as a text of 3 bytes
+        return self._frame(_HEADERS, 5, stream, b"\x08\x03" + status)
+
+    @staticmethod
+    def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+        return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
 Reply = tuple[int, dict[str, str], bytes]

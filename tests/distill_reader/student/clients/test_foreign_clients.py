@@ -1,11 +1,15 @@
 """Clients of Open Inference and Paddle Serving against servers that share no code with them."""
 
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
+from distill_reader import DistillReader
 from distill_reader.errors import (
     BadRequest,
     ModelNotFound,
@@ -14,10 +18,13 @@ from distill_reader.errors import (
     TeacherFailed,
     TeacherGone,
     TeacherTimeout,
+    TransientFailure,
     UsageError,
 )
 from distill_reader.student.clients.connect import connect
 from tests.distill_reader.student.foreign_teachers import (
+    Answer,
+    Http2Gateway,
     HttpTeacher,
     OipGrpcTeacher,
     Reply,
@@ -147,21 +154,111 @@ def test_what_a_grpc_status_means(run, code, details, error):
         (504, TeacherTimeout),
         (413, RequestTooLarge),
         (500, TeacherFailed),
+        (502, TeacherGone),  # below: a gateway's
+        *[(status, TeacherGone) for status in (520, 521, 522, 523, 525, 526, 530)],
+        (524, TeacherTimeout),
     ],
 )
-def test_what_an_http_status_means(run, status, error):
+@pytest.mark.parametrize("scheme", ["http", "serving"])
+def test_what_an_http_status_means(run, scheme, status, error):
     def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
-        if path.endswith("/infer"):
+        if path.endswith(("/infer", "/inference")):
             return status, {"Retry-After": "0.75"}, b'{"error": "for a reason"}'
         return answer_oip(method, path, headers, body)
 
-    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    client = connect(f"{scheme}://{run(HttpTeacher(answer)).endpoint}")
     with pytest.raises(error, match=f"HTTP {status}: for a reason") as caught:
         client.predict(feeds(2), [], timeout_s=30)
     assert type(caught.value) is error
     if isinstance(caught.value, TeacherBusy):
         assert caught.value.delay_s == 0.75
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        *[(status, TeacherGone) for status in (502, 503, 504, 520, 521, 522, 523, 524)],
+        ("torn", TeacherGone),
+        (500, TeacherFailed),
+    ],
+)
+def test_what_a_gateway_says_to_grpc_means(run, said, error):
+    teacher = run(Http2Gateway(said))
+    with pytest.raises(error, match=f"{teacher.endpoint}/sums: gRPC ") as caught:
+        connect(f"grpc://{teacher.endpoint}/sums")
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("status", [502, 503, 504, 520])
+@pytest.mark.parametrize(
+    ("scheme", "path"),
+    [
+        pytest.param("http", "/v2/health/live", id="oip"),
+        pytest.param("http", "/v2/repository/index", id="list of models"),
+        pytest.param("http", "/v2/models/sums", id="metadata"),
+        pytest.param("http", "/v2/models/sums/config", id="configuration"),
+        pytest.param("serving", "", id="serving"),
+        pytest.param("", "", id="protocol unknown"),
+    ],
+)
+def test_an_outage_while_it_connects_is_not_taken_for_what_the_teacher_is(
+    run, status: int, scheme: str, path: str
+):
+    is_there = False
+
+    def answer(method: str, asked: str, headers: Any, body: bytes) -> Reply:
+        if not is_there and path in ("", asked):
+            return status, {}, b"<html>Gateway</html>"
+        reply = answer_oip(method, asked, headers, body)
+        return answer_serving(method, asked, headers, body) if scheme == "serving" else reply
+
+    endpoint = f"{scheme}://{run(HttpTeacher(answer)).endpoint}".removeprefix("://")
+    with pytest.raises(TransientFailure):
+        connect(endpoint)
+    is_there = True
+    client = connect(endpoint)
+    check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    client.close()
+
+
+@pytest.mark.parametrize("status", [502, 504])
+@pytest.mark.parametrize(
+    ("scheme", "answer"), [("http", answer_oip), ("serving", answer_serving), ("", answer_oip)]
+)
+@pytest.mark.parametrize("teachers", [1, 2])
+def test_a_gateway_that_reaches_no_teacher_for_long_ends_no_student(
+    run, monkeypatch, status: int, scheme: str, answer: Answer, teachers: int
+):
+    monkeypatch.setattr("distill_reader.student.batches.tries._OUTAGE_S", 0.5)
+    monkeypatch.setattr("distill_reader.student.pool.pool._FAILED_REST_S", (0.025, 0.05))
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry._MOST_PAUSE_S", 0.05)
+    back_s = 0.0  # 0: it is there
+
+    def answer_through(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if time.monotonic() < back_s:
+            return status, {"Content-Type": "text/html"}, b"<html>Gateway</html>"
+        return answer(method, path, headers, body)
+
+    gateway = run(HttpTeacher(answer_through))
+    hosts = ("127.0.0.1", "localhost")[:teachers]
+    endpoints = [f"{scheme}://{each}:{gateway.port}".removeprefix("://") for each in hosts]
+    given = feeds(4)
+
+    def batches() -> Iterator[Any]:
+        for number in range(60):
+            yield np.full((4, 2, 3), number, np.float32), given["words"][0], number
+
+    reader = DistillReader(["image", "words", None], ["total"]).set_fixed_teacher(endpoints)
+    reader.set_teacher_batch_size(4).set_batch_generator(batches)
+    seen = 0
+    for _, _, number, total in reader():
+        assert number == seen
+        np.testing.assert_array_equal(total, np.full((4, 1), 6 * number))
+        seen += 1
+        if seen == 3:
+            back_s = time.monotonic() + 1.5
+    assert seen == 60
 
 
 def test_http_connections_are_kept_and_opened_again_where_the_teacher_closed_them(run):

@@ -223,6 +223,15 @@ def read_exit(folder: Path) -> PodExit | None:
     )
 
 
+def holds_state(folder: Path) -> bool:
+    """Whether a checkpoint is below a folder, as where the script had no place for the last state.
+
+    Raises:
+        OSError: the disk is in trouble.
+    """
+    return any(path.is_dir() for path in folder.rglob("stage_*"))
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a small file; readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

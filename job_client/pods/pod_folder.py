@@ -84,7 +84,8 @@ def release(folder: Path) -> None:
 def drop_oldest(pods_dir: Path, keep: int) -> None:
     """Delete the folders, with their logs, of all but the `keep` pods that were released last.
 
-    One that says where the pod's state was written stays, and one that cannot be deleted.
+    One that holds a training's state stays, or says where the client wrote it, and one that cannot
+    be deleted. A paused job, or one that waits its turn, goes on from there.
 
     Raises:
         OSError: the disk is in trouble.
@@ -92,10 +93,11 @@ def drop_oldest(pods_dir: Path, keep: int) -> None:
     marks = [*pods_dir.glob("*/released"), *pods_dir.glob("*/*/released")]
     old = sorted(marks, key=lambda mark: mark.stat().st_mtime)[: max(0, len(marks) - keep)]
     for folder in [mark.parent for mark in old]:
-        if (folder / "saved.json").exists():
-            continue
         try:
+            if (folder / "saved.json").exists() or shim_wire.holds_state(folder):
+                continue
             shutil.rmtree(folder)
+            logger.info("%s: deleted, as %d pods have ended since (--keep_folders)", folder, keep)
         except OSError as error:  # in use, say: tried at the next pod's end
             logger.warning("%s: this folder of an old pod stays: %s", folder, error)
 

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from pod_runtime.shim_wire import holds_state
+
 logger = logging.getLogger(__name__)
 
 KEEP_RUNS = 200
@@ -30,7 +32,7 @@ def drop_old_runs(log_dir: Path, keep: int, now: float) -> list[Path]:
         try:
             if (
                 path.is_symlink()
-                or _holds_state(path)
+                or holds_state(path)
                 or _written_at(path) > now - 86400 * KEEP_DAYS
             ):
                 continue
@@ -40,11 +42,6 @@ def drop_old_runs(log_dir: Path, keep: int, now: float) -> list[Path]:
             continue
         dropped.append(path)
     return dropped
-
-
-def _holds_state(run: Path) -> bool:
-    """Whether a checkpoint is in it, as where the script had no place for the last state."""
-    return any(path.is_dir() for path in run.rglob("stage_*"))
 
 
 def _written_at(run: Path) -> float:

@@ -78,6 +78,27 @@ def test_a_job_gives_its_args_to_the_script_behind_the_clients_own(jobs_config, 
     assert recipe_for(single, replace(pod(), args=args)).args == ("x", *args)
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "saved.json",
+        # As `last_save` has it, where a script's trainers log to its pod's folder.
+        "trainers/run/checkpoint/stage_00000001/step_0000000008/manifest.json",
+        "checkpoint/stage_00000001/step_0000000008/manifest.json",
+    ],
+)
+def test_a_folder_of_an_old_pod_that_holds_a_state_stays(tmp_path, kept):
+    for number, path in enumerate([kept, "trainers/run/ledger.jsonl", "log"]):
+        folder = tmp_path / "job" / f"pod_{number}_0"
+        for each in (folder / path, folder / "released"):
+            each.parent.mkdir(parents=True, exist_ok=True)
+            each.touch()
+        os.utime(folder / "released", (number, number))
+    pod_folder.drop_oldest(tmp_path, keep=1)
+    left = sorted(each.name for each in (tmp_path / "job").iterdir())
+    assert left == ["pod_0_0", "pod_2_0"]
+
+
 def test_a_folder_of_an_old_pod_that_cannot_be_deleted_keeps_no_other(tmp_path):
     pods = tmp_path / "pods"
     pods.mkdir()

@@ -106,19 +106,24 @@ class CheckpointStore:
     def write(self, host_state: HostState) -> CheckpointId:
         """Write one checkpoint and remove those that are not needed any more.
 
-        One of this stage and step that is there already stays as it is: it is the same state, but
-        for what the script did since that step, which it does again after a restore.
+        One of this training, stage and step that is there already stays as it is: it is the same
+        state, but for what the script did since that step, which it does again after a restore.
 
         Raises:
             InUseError: another training has taken the folder; nothing more was written.
-            CheckpointError: it could not be written; what was begun is removed.
+            CheckpointError: it could not be written; what was begun is removed. Or another
+                training has one of this stage and step there, which stays.
         """
         made = CheckpointId(host_state.status.stage, host_state.status.step)
         try:
             if self.owner is not None:
                 self.owner.check()
-            if MANIFEST in self.storage.files(made.folder):
-                return made
+            if self.is_whole(made):
+                if self._is_of(made, host_state.status.run_id):
+                    return made
+                raise CheckpointError(
+                    f"{self.storage.name}/{made.folder}: not written: another training's is there"
+                )
         except OSError as error:  # nothing was begun: what is there may be whole
             raise self._not_written(made, error) from error
         try:
@@ -224,14 +229,19 @@ class CheckpointStore:
             return "by a version before"
         return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
+    def is_anothers(self, run_id: str) -> bool:
+        """Whether there is a checkpoint of another training than this one."""
+        return any(not self._is_of(each, run_id) for each in self.found())
+
+    def _is_of(self, each: CheckpointFolder, run_id: str) -> bool:
+        """Whether a checkpoint is of this training; one of an older version says nothing."""
+        return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
+
     def _clean(self, newest: CheckpointId, run_id: str) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
 
-        def is_ours(each: CheckpointFolder) -> bool:
-            return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
-
         try:
             older = [each for each in self.found() if each < newest]
-            remove_older(self.storage, older, self.keep, is_ours)
+            remove_older(self.storage, older, self.keep, lambda each: self._is_of(each, run_id))
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)

@@ -47,6 +47,8 @@ def write_host_state(
     whys = [] if paths else ["the state does not say where its run folder is"]
     for path, is_spare in paths:
         try:
+            if is_spare:
+                path = _apart(path, host_state.status.run_id)
             storage = open_storage(path)
             owner = None
             if target.job_id and not is_spare:  # as any process of the job; another's is refused
@@ -60,6 +62,15 @@ def write_host_state(
         else:
             return path, is_spare
     raise CheckpointError("; ".join(whys))
+
+
+def _apart(path: str, run_id: str) -> str:
+    """Return where in a run folder this training's state goes.
+
+    An earlier job of the same name may have had this folder, and its state stays.
+    """
+    is_anothers = CheckpointStore(open_storage(path)).is_anothers(run_id)
+    return f"{path}-{run_id}" if is_anothers else path
 
 
 class _Watched:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ import safetensors.numpy
 from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.state.host_state import HostState, SaveTarget
+from pod_runtime.trainer.state.last_save import write_host_state
 from pod_runtime.trainer.state.storage import Storage, open_storage
 from tests.pod_runtime.trainer.states import make_host_state
 from tests.support import nothing_writable
@@ -150,6 +153,30 @@ def test_retention_never_touches_what_is_newer(storage):
     CheckpointStore(storage).write(make_host_state(stage=5, step=9))
     CheckpointStore(storage, keep=1).write(make_host_state(stage=4, step=20))  # a fenced-off stage
     assert CheckpointId(5, 9) in CheckpointStore(storage).found()
+
+
+def test_a_state_of_another_training_is_neither_taken_for_this_one_nor_replaced(storage, tmp_path):
+    def of(run_id: str, fill: float) -> HostState:
+        made = make_host_state(stage=1, step=4, fill=fill)
+        return replace(made, status=replace(made.status, run_id=run_id))
+
+    store = CheckpointStore(storage)
+    store.write(of("first", 1.0))
+    store.write(of("first", 1.0))
+    with pytest.raises(CheckpointError, match="not written: another training's is there"):
+        store.write(of("second", 2.0))
+    assert fill_of(store) == 1.0
+    # In a run folder, which an earlier job of the same name had, it goes beside that.
+    target = SaveTarget.of(None, 3, tmp_path / "run")
+    for run_id, fill, name in (
+        ("first", 1.0, "checkpoint"),
+        ("second", 2.0, "checkpoint-second"),
+        ("second", 2.0, "checkpoint-second"),
+        ("first", 1.0, "checkpoint"),
+    ):
+        said = write_host_state(of(run_id, fill), target, spare=False, report=lambda _bytes: None)
+        assert said == (str(tmp_path / "run" / name), True)
+        assert fill_of(CheckpointStore(open_storage(said[0]))) == fill
 
 
 def test_a_path_that_can_be_written_is_left_as_it_was_found(storage):

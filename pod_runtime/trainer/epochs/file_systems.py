@@ -13,7 +13,13 @@ from urllib.parse import urlsplit
 
 from pod_runtime.trainer.epochs.client_storage import ClientStorage, Retry, RetryingStorage
 from pod_runtime.trainer.errors import CheckpointError, UsageError
-from pod_runtime.trainer.state.storage import FsspecStorage, LocalStorage, Storage, open_storage
+from pod_runtime.trainer.state.storage import (
+    FsspecStorage,
+    LocalStorage,
+    Storage,
+    check_outlives_pod,
+    open_storage,
+)
 
 T = TypeVar("T")
 
@@ -37,6 +43,7 @@ def storage_for(path: str | os.PathLike[str], fs: Any = None) -> Storage:
     if not text:
         raise UsageError("path: is empty; give a folder or a URL")
     if fs is None:
+        check_outlives_pod(text, os.environ)
         return _guarded(open_storage(text))
     if isinstance(fs, str):
         if "://" not in fs:
@@ -62,6 +69,7 @@ def storage_for(path: str | os.PathLike[str], fs: Any = None) -> Storage:
     if needs_copies is not None and not needs_copies():
         if "://" in text:
             raise UsageError(f"fs: {type(fs).__name__} cannot reach {text}; leave fs out")
+        check_outlives_pod(text, os.environ)
         return LocalStorage(Path(text))
     return ClientStorage(fs, text)
 

@@ -40,7 +40,7 @@ from pod_runtime.trainer.state.host_state import SaveTarget
 from pod_runtime.trainer.state.owner import Owner, this_holder
 from pod_runtime.trainer.state.owner_record import State
 from pod_runtime.trainer.state.snapshot import SnapshotSegment, newest_status, read_snapshot
-from pod_runtime.trainer.state.storage import open_storage
+from pod_runtime.trainer.state.storage import check_outlives_pod, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ class StageJoiner:
             PeerLost: outside EDL, another rank is gone.
         """
         self._settings, self._env = settings, env
+        if settings.checkpoint is not None:
+            check_outlives_pod(settings.checkpoint, os.environ)
         self._origin = LoopOrigin(number=loop_number, checkpoint=settings.checkpoint or "")
         self._activity = own_activity()
         self._activity.begin(Doing.STARTING)

@@ -5,11 +5,12 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from pod_runtime.trainer.errors import CheckpointError
+from pod_runtime.env import POD_ID
+from pod_runtime.trainer.errors import CheckpointError, UsageError
 
 Chunk = bytes | memoryview
 # Sync so often: else the last fsync may take minutes and look like a disk that does not answer.
@@ -17,6 +18,24 @@ _SYNC_BYTES = 256 << 20
 
 _LOCK_S = 5.0  # longer than any holder needs, unless it was stopped while it held the lock
 _LOCK_PAUSE_S = 0.01
+
+
+def check_outlives_pod(path: str | os.PathLike[str], environ: Mapping[str, str]) -> None:
+    """See that a path of checkpoints is not in the folder that this process's pod has for itself.
+
+    Each pod has another: what follows it would begin anew, with the checkpoints beside it.
+
+    Raises:
+        UsageError: it is there.
+    """
+    text, here = os.fspath(path), Path.cwd()
+    is_own = here.name == environ.get(POD_ID) and "://" not in text
+    if is_own and Path(os.path.normpath(here / text)).is_relative_to(here):
+        raise UsageError(
+            f"checkpoint: {text} is in {here}, the folder of this pod alone: pods that come later "
+            f"have others, and would begin the training anew. Give an absolute path that all pods "
+            f"of the job share"
+        )
 
 
 class Storage(Protocol):

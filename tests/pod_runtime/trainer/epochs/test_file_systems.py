@@ -366,3 +366,30 @@ def test_a_url_with_local_files_is_refused():
 def test_a_scheme_that_nothing_understands_is_refused():
     with pytest.raises(CheckpointError, match="cannot be opened"):
         storage_for("nosuch://x")
+
+
+@pytest.mark.parametrize(
+    ("path", "is_refused"),
+    [
+        ("checkpoint", True),
+        ("./a/../checkpoint", True),
+        ("{here}/checkpoint", True),
+        ("../checkpoint", False),
+        ("{here}.1/checkpoint", False),
+        ("/shared/pod_0_0/trainers/run/checkpoint", False),  # left by an earlier job
+        ("memory://checkpoint", False),
+    ],
+)
+@pytest.mark.parametrize("place", ["pod_0_0", "where edl run was started"])
+def test_checkpoints_do_not_go_to_the_folder_of_one_pod(
+    tmp_path, monkeypatch, path, is_refused, place
+):
+    here = tmp_path / place
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("EDL_POD_ID", "pod_0_0")
+    if is_refused and place == "pod_0_0":
+        with pytest.raises(UsageError, match=r"checkpoint: .* is in .*pod_0_0, .* absolute path"):
+            storage_for(path.format(here=here))
+    else:
+        storage_for(path.format(here=here))

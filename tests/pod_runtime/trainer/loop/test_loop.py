@@ -139,6 +139,14 @@ def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
         make(checkpoint=tmp_path / "file" / "ckpt")
 
 
+def test_a_training_does_not_begin_whose_checkpoints_no_later_pod_would_find(tmp_path, monkeypatch):
+    (tmp_path / "pod_3_0").mkdir()
+    monkeypatch.chdir(tmp_path / "pod_3_0")
+    monkeypatch.setenv("EDL_POD_ID", "pod_3_0")
+    with pytest.raises(elastic.UsageError, match=r"checkpoint: out is in .*, the folder of this"):
+        make(checkpoint="out")
+
+
 @pytest.mark.parametrize("kind", ["dataset", "workers", "reader", "reader of its own"])
 def test_what_was_drawn_is_proven_however_it_is_read(tmp_path, capsys, kind):
     def read(where: elastic.ReadFrom) -> Any:

@@ -9,6 +9,7 @@ command line.
 
 import argparse
 import ast
+import importlib.util
 import logging
 import os
 import runpy
@@ -116,37 +117,67 @@ class _Warnings(logging.Handler):
 
 
 def _own_files(script: Path) -> Iterator[Path]:
-    """Yield a script and the modules beside it that it imports, and those that these import."""
+    """Yield a script and the modules that it imports, and those that these import.
+
+    Those of Python and of installed packages are left out.
+    """
     waiting, seen = [script], {script}
     while waiting:
         file = waiting.pop()
         yield file
-        for name in _imports(file):
-            for beside in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
-                path = script.parent / beside
-                if path not in seen and path.is_file():
-                    seen.add(path)
-                    waiting.append(path)
+        for level, name in _imports(file):
+            for folder in _folders_of(level, name, file, script):
+                place = folder.joinpath(*name.split("."))
+                for path in (place.with_suffix(".py"), place / "__init__.py"):
+                    if path not in seen and path.is_file():
+                        seen.add(path)
+                        waiting.append(path)
+
+
+def _folders_of(level: int, name: str, file: Path, script: Path) -> list[Path]:
+    """Return where a module may be that a file imports.
+
+    Args:
+        level: of a relative import, 1 for one dot; 0: it is none.
+    """
+    if level:
+        return [file.absolute().parents[level - 1]]
+    folders, top = [script.parent], name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return folders
+    try:
+        spec = importlib.util.find_spec(top)  # of a package without a dot, which imports nothing
+    except (ImportError, ValueError):
+        spec = None
+    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+    for place in places:
+        folder = Path(place).parent
+        if not {"site-packages", "dist-packages"}.intersection(folder.parts):
+            folders.append(folder)
+    return folders
 
 
 def _imports_edl(file: Path) -> bool:
-    return any(name.partition(".")[0] in _OWN for name in _imports(file))
+    return any(not level and name.partition(".")[0] in _OWN for level, name in _imports(file))
 
 
-def _imports(file: Path) -> list[str]:
-    """Return the modules that a file imports; ours if it cannot be read: running it tells why."""
+def _imports(file: Path) -> list[tuple[int, str]]:
+    """Return the modules that a file imports: the dots before them, and their names.
+
+    Ours if it cannot be read: running it tells why.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return [_OWN[0]]
+        return [(0, _OWN[0])]
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [each.name for each in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            found += [(0, each.name) for each in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [each.name for each in node.names]
+            within = f"{node.module}." if node.module else ""
+            found += [(node.level, f"{within}{each.name}") for each in node.names]
+            found += [(node.level, node.module)] if node.module else []
     return found
 
 

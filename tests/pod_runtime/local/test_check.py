@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,39 @@ def test_a_rehearsal_names_what_would_fail(checked, name: str):
     assert files == ["script.py"], "no checkpoint is written"
     if not is_finding and name not in ("reader", "stream"):
         assert "evaluated 64" in said, "also what comes after an epoch"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("lib_a", "from lib_a.training import train"), ("lib_b", "import lib_b.training")],
+)
+def test_a_loop_is_found_in_packages_wherever_they_are_but_not_in_installed_ones(
+    tmp_path, capsys, monkeypatch, name, line
+):
+    for where in ("src", "site-packages"):
+        package = tmp_path / where / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "training.py").write_text(
+            "from . import steps\nfrom .deep.of import it as train\n"
+        )
+        (package / "steps.py").touch()
+        (package / "deep").mkdir()
+        (package / "deep" / "of.py").write_text("from ..loops import it\n")
+        (package / "loops.py").write_text("from edl import elastic\nit = None\n")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"{line}\nraise RuntimeError('it was run')\n")
+    own = [
+        sys.path[0],
+        str(tmp_path / "site-packages"),
+        *sys.path[1:],
+    ]  # of which one is the script's
+    monkeypatch.setattr(sys, "path", own)
+    assert main(["train.py"]) == 1
+    assert "does not use the elastic loop" in capsys.readouterr().out
+    own.insert(1, str(tmp_path / "src"))
+    assert main(["train.py"]) == 1
+    assert "it was run" in capsys.readouterr().out
 
 
 def test_a_script_without_the_loop_is_not_run(tmp_path, capsys, monkeypatch):

@@ -388,10 +388,12 @@ def _fences(job: Job, cluster: Cluster) -> Iterator[float]:
 
 
 def _script_deadlines(job: Job, now: float) -> Iterator[float]:
+    started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
+    if job.queue.resize is not None:
+        yield started_at + job.queue.resize.not_before_s
     change = scripted(job)
     if change is None:
         return
-    started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
     if is_due(job, change):
         yield may_apply_at(job, change, now)
     else:

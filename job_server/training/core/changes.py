@@ -74,8 +74,8 @@ def take_next(work: Work) -> bool:
     if due and work.now < may_apply_at(job, due[0], work.now):
         due = []
     manual = job.queue.resize
-    if manual is not None and manual.asked_at_s > job.progress.script_s + DUE_SLACK_S:
-        manual = None
+    if manual is not None and manual.not_before_s > job.progress.script_s + DUE_SLACK_S:
+        return False  # what fell due since the kill counts from there
     waiting = _in_order(due, manual)
     if not waiting:
         return _grow_back(work)
@@ -176,7 +176,8 @@ def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]
     """Return the number of pods after all these changes, and why. None: all were skipped."""
     job, stage = work.job, work.job.active
     assert stage is not None
-    pods, skipped = len(stage.members), ""
+    # Not from what there is: pods that are away for a moment would be forgotten for good.
+    pods, skipped = job.target, ""
     applied: list[str] = []
     for change in changes:
         if change.action == "kill":
@@ -226,8 +227,10 @@ def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
         except (RequestRefused, WireError) as refusal:
             work.note(f"{change.text}: skipped: {refusal}")
     if wanted is not None:
-        asked_at_s = work.job.progress.script_s + KILL_NOTICED_S
-        resize_later = ManualChange(pods=wanted, asked_at_s=asked_at_s)
+        script_s = work.job.progress.script_s
+        resize_later = ManualChange(
+            pods=wanted, asked_at_s=script_s, not_before_s=script_s + KILL_NOTICED_S
+        )
         work.set(queue=replace(work.job.queue, resize=resize_later))
 
 
@@ -342,10 +345,13 @@ def resize(work: Work, pods: int) -> None:
 
 
 def ask_again(work: Work, stage: JobStage) -> None:
-    """Enter a change anew that somebody asked for and that a crash has undone."""
+    """Enter a change anew that somebody asked for and that was undone.
+
+    It had begun before all that is due by now, so that counts from there.
+    """
     queue = work.job.queue
     if stage.counts and queue.resize is None:
-        change = ManualChange(pods=stage.target, asked_at_s=work.job.progress.script_s)
+        change = ManualChange(pods=stage.target, asked_at_s=0.0)
         work.set(queue=replace(queue, resize=change))
 
 

@@ -244,6 +244,7 @@ class ManualChange:
 
     pods: int
     asked_at_s: float  # on the script's clock: scripted changes due before it go first
+    not_before_s: float = 0.0  # on that clock, too: no change is made before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

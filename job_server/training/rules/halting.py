@@ -22,6 +22,7 @@ from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
 from job_server.training.core.allocation import newest_in_memory, unheard, unsaved
+from job_server.training.core.changes import ask_again
 from job_server.training.core.job import (
     GONE,
     TERMINATED,
@@ -29,7 +30,6 @@ from job_server.training.core.job import (
     HaltPhase,
     Job,
     JobStage,
-    ManualChange,
     TrainingPod,
 )
 from job_server.training.core.moves import (
@@ -154,11 +154,8 @@ def _begin(work: Work, *, late: bool) -> None:
 
 def _remember_wish(work: Work, preparing: JobStage) -> None:
     """Keep a change that a pause drops: it applies when the job resumes, as a resize would."""
-    job = work.job
-    if job.goal is Goal.PAUSE and preparing.counts and job.queue.resize is None:
-        asked_at_s = job.progress.script_s
-        change = ManualChange(pods=preparing.target, asked_at_s=asked_at_s)
-        work.set(queue=replace(job.queue, resize=change))
+    if work.job.goal is Goal.PAUSE:
+        ask_again(work, preparing)
 
 
 def _end(work: Work) -> None:

@@ -161,6 +161,60 @@ def test_what_falls_due_during_a_change_becomes_one_change_to_the_newest_wish(en
     assert queue(made) == ()
 
 
+@pytest.mark.parametrize(
+    ("entries", "away", "fewest", "at_last"),
+    [
+        pytest.param("remove: 1", "d", 3, 3, id="the one that is away is the one that goes"),
+        pytest.param("remove: 2", "d", 2, 2, id="one more goes than is away"),
+        pytest.param("remove: 1", "cd", 2, 3, id="fewer go than are away"),
+        pytest.param("remove: 1, add: 1", "d", 3, 4, id="away and back, among changes"),
+        pytest.param("remove: 1, add: 1", "bcd", 1, 4, id="there are the fewest already"),
+        pytest.param("add: 1", "d", 3, 4, id="beyond the most that the job may have"),
+        pytest.param("pods: 3, add: 1", "d", 3, 4, id="after an absolute one"),
+    ],
+)
+def test_changes_count_pods_that_are_away_for_a_moment(entries, away, fewest, at_last):
+    """Otherwise a job is smaller for good after each outage that meets a `remove`."""
+    at = enumerate(entries.split(", "))
+    script = timeline("".join(f"- {{at: {20 + i}s, {e}}}\n" for i, e in at))
+    made = world(nodes=4, slots=1, pods=4, script=script, overlap="on", total_steps=10**6)
+    trains(made)
+    for name in away:
+        made.quarantine(name, 0, "maintenance")
+    made.rounds(80)
+    made.heal()
+    made.rounds(60)
+    assert made.job.target == at_last
+    assert len(ids(made)) == at_last
+    assert min(each.pods for each in records(made) if each.committed_at is not None) == fewest
+
+
+def test_a_change_that_a_crash_undoes_is_made_before_what_fell_due_meanwhile():
+    """Asked for anew as the newest wish it would undo that, and the job stay smaller."""
+    script = timeline("- {at: 9s, add: 1}\n- {at: 9.2s, add: 1}\n")
+    made = trains(world(script=script, overlap="on", total_steps=10**6))
+    made.run_until(JobState.PREPARING)
+    made.round(0.3)
+    made.crash("pod_0_0")
+    made.deliver(made.launcher("pod_0_0"))
+    for _ in range(10):
+        if len(queue(made)) == 2:
+            break
+        made.round(0.1)
+    assert queue(made) == ("add 1 pod", "resize to 3")
+    made.rounds(60)
+    assert len(ids(made)) == 4
+
+
+def test_what_falls_due_right_after_a_kill_counts_from_what_is_wanted_by_then():
+    entries = "- {at: 4s, kill: 0}\n- {at: 4s, pods: 3}\n- {at: 6s, add: 1}\n"
+    made = world(script=timeline(entries), total_steps=10**6)
+    made.run_until(RUNNING)
+    made.rounds(90)
+    assert len(ids(made)) == 4
+    assert made.job.target == 4
+
+
 def test_a_resize_by_hand_stands_among_what_fell_due_where_it_was_asked_for():
     made = world(script=timeline("- {at: 1s, add: 1}\n- {at: 1.5s, add: 1}\n"))
     made.run_until(JobState.CUTTING_OVER)

@@ -70,13 +70,19 @@ class Beside:
             UsageError: one of these cannot be right.
         """
         began_at = time.monotonic()
-        self._check_others()
+        objects = gc.get_objects()
+        if self._failing_check(objects) is not None:
+            objects.clear()
+            gc.collect()  # it may be one that nothing but itself refers to any more
+            objects = gc.get_objects()
+            if (error := self._failing_check(objects)) is not None:
+                raise error
         found, now = [], {}
         known = self._known()
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
         shapes = list(self._shapes()) if copies else []
         models, dicts, lists = self._find(
-            {next(iter(each), None) for each in names}, set(map(len, shapes))
+            objects, {next(iter(each), None) for each in names}, set(map(len, shapes))
         )
         for thing, tensors, reference in (
             *self._of_models(models, known),
@@ -98,18 +104,12 @@ class Beside:
         self._due_at = ended_at + _SHARE * (ended_at - began_at)
         return found
 
-    def _check_others(self) -> None:
-        """Raises UsageError: an object that is checked by its type cannot be right."""
-        if self._failing_check() is not None:
-            gc.collect()  # it may be one that nothing but itself refers to any more
-            if (error := self._failing_check()) is not None:
-                raise error
-
-    def _failing_check(self) -> UsageError | None:
-        objects = gc.get_objects()
+    def _failing_check(self, objects: list[Any]) -> UsageError | None:
+        """Return what is wrong with one of these objects; None: nothing."""
+        kinds = set(map(type, objects))
         for base, check in self._checks.items():
-            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, base)}
-            for each in [each for each in objects if type(each) in kinds]:
+            checked = {kind for kind in kinds if issubclass(kind, base)}
+            for each in [each for each in objects if type(each) in checked] if checked else ():
                 try:
                     check(each)
                 except UsageError as error:
@@ -117,12 +117,11 @@ class Beside:
         return None
 
     def _find(
-        self, keys: Collection[Any], sizes: Collection[int]
+        self, objects: list[Any], keys: Collection[Any], sizes: Collection[int]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Return all models of the process, the dicts with one of these keys, and the lists of
         tensors that have one of these sizes.
         """
-        objects = gc.get_objects()
         kinds = set(map(type, objects))
         models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
         holders_of = {kind for kind in kinds if keys and is_of_script(kind.__module__)}

@@ -104,7 +104,8 @@ class LabelCache:
         root = Path(self._options.folder)
         self._store = LabelStore(root, identity, max_bytes=self._options.max_bytes)
         self._version = version
-        logger.info("cache %s: %d labels", self._store.folder, len(self._store))
+        if not self._store.is_closed:
+            logger.info("cache %s: %d labels", self._store.folder, len(self._store))
 
     def find(self, item: ReaderItem) -> int:
         """Answer the samples of an item that are cached; its pieces are then the other samples.

@@ -34,10 +34,15 @@ def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it
             fd = open_file(folder / "users")
-            fcntl.flock(fd, fcntl.LOCK_SH)  # a process that removes it holds the lock for a moment
-            if _is_same(fd, folder / "users"):
-                os.utime(fd)
-                return folder, fd
+            try:
+                # A process that removes it holds the lock for a moment.
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                if _is_same(fd, folder / "users"):
+                    os.utime(fd)
+                    return folder, fd
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(fd)
 
 

@@ -16,6 +16,7 @@ it the whole cache is lost then, not some rows.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -45,6 +46,13 @@ _KEY = np.dtype([("variant", "<u8"), ("id", "<u8"), ("check", "<u4"), ("mark", "
 _MARK = 0x4C44_4531  # in every key; a page that was never written lacks it
 _GUARD = 64  # the first of so many rows has a checksum of its input; a power of two
 _INPUT = struct.Struct("<Q")  # 0: unknown, as for rows of an older release
+# What may pass, and is no mistake of the user's: a student goes on without the cache.
+_PASSING = frozenset(
+    {
+        errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+        errno.ESTALE, errno.ETIMEDOUT,
+    }
+)  # fmt: skip
 _LOCK_WAIT_S = 2.0  # not longer: a label that is not stored is only asked for again
 _LOCK_LOOK_S = 0.005
 
@@ -122,6 +130,9 @@ class LabelStore:
     def __init__(self, root: Path, identity: Mapping[str, Any], *, max_bytes: int) -> None:
         """Open the folder of this identity below `root`, or create it.
 
+        Where that fails for what may pass, as a full disk, it logs that, and neither finds nor
+        keeps anything.
+
         Args:
             identity: everything that determines the labels, as JSON.
             max_bytes: bound on everything below `root`.
@@ -143,23 +154,27 @@ class LabelStore:
         self._is_closed = True  # until it is open
         self._pid = os.getpid()
         self._others_bytes: int | None = None  # size of the other folders; None: not measured yet
+        self.folder = root
+        self._opened: list[int] = []  # descriptors
         try:
-            self.folder, self._users = space.enter(root, identity)
-            self._guard = space.open_file(self.folder / "lock")
-            self._files = {name: space.open_file(self.folder / name) for name in ("keys", "rows")}
-            # Not counted against the bound: one byte for 8 rows.
-            self._inputs = space.open_file(self.folder / "inputs")
-        except OSError as error:
-            raise UsageError(
-                f"cache: {error.filename or root}: {error.strerror}; name a folder on a local disk "
-                "that can be written to"
-            ) from error
-        self._is_closed = False
-        try:
+            self._open()
             self._refresh()
+        except OSError as error:
+            self._close()
+            if error.errno not in _PASSING:
+                raise UsageError(
+                    f"cache: {error.filename or root}: {error.strerror}; name a folder on a local "
+                    "disk that can be written to"
+                ) from error
+            self._note_loss(error)
         except BaseException:
-            self.close()
+            self._close()
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it neither finds nor keeps anything."""
+        return self._is_closed
 
     @property
     def layout(self) -> RowLayout | None:
@@ -182,18 +197,14 @@ class LabelStore:
         with self._lock:
             if self._is_closed:
                 return nothing
-            places = self._index.find(mixes)
-            if (places < 0).any() and self._refresh():
-                places = self._index.find(mixes)
-            is_there = places >= 0
-            if self._layout is None or not is_there.any():
+            try:
+                return self._find(mixes, keys) or nothing
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                self._close()
+                self._note_loss(error)
                 return nothing
-            rows, is_good = self._read(places[is_there], keys[is_there])
-            if not is_good.all():
-                self._index.forget(mixes[is_there][~is_good])
-                is_there[is_there] = is_good
-                rows = rows[is_good]
-            return is_there, rows, self._read_inputs(places, is_there)
 
     def add(
         self, keys: Keys, columns: Sequence[Array], served: Sequence[ServedOutput], inputs: Inputs
@@ -219,12 +230,7 @@ class LabelStore:
     def close(self) -> None:
         """Close the files. A second call has no effect."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._rows = self._keys = None
-            for fd in (*self._files.values(), self._inputs, self._guard, self._users):
-                os.close(fd)
+            self._close()
 
     def __del__(self) -> None:
         # In a copy after fork the lock may be held for ever by a thread of the parent.
@@ -232,6 +238,47 @@ class LabelStore:
             self.close()
 
     # --- with the lock of this object
+
+    def _open(self) -> None:
+        self.folder, users = space.enter(self._root, self._identity)
+        self._opened.append(users)
+        self._guard = self._open_file("lock")
+        self._files = {name: self._open_file(name) for name in ("keys", "rows")}
+        self._inputs = self._open_file("inputs")  # not counted: one byte for 8 rows
+        self._is_closed = False
+
+    def _open_file(self, name: str) -> int:
+        fd = space.open_file(self.folder / name)
+        self._opened.append(fd)
+        return fd
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._rows = self._keys = None
+        while self._opened:
+            os.close(self._opened.pop())
+
+    def _note_loss(self, error: OSError) -> None:
+        logger.warning(
+            "cache %s: %s; the training goes on without it: labels are asked for, and not kept",
+            error.filename or self.folder,
+            error.strerror,
+        )
+
+    def _find(self, mixes: Any, keys: Keys) -> tuple[Any, Array, dict[int, int]] | None:
+        """See `find`; None: no key is there."""
+        places = self._index.find(mixes)
+        if (places < 0).any() and self._refresh():
+            places = self._index.find(mixes)
+        is_there = places >= 0
+        if self._layout is None or not is_there.any():
+            return None
+        rows, is_good = self._read(places[is_there], keys[is_there])
+        if not is_good.all():
+            self._index.forget(mixes[is_there][~is_good])
+            is_there[is_there] = is_good
+            rows = rows[is_good]
+        return is_there, rows, self._read_inputs(places, is_there)
 
     def _refresh(self) -> bool:
         """Read the keys that other processes have appended; return whether there are any."""
@@ -364,6 +411,8 @@ class LabelStore:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+            if isinstance(error, OSError) and error.errno in _PASSING:
+                raise
             raise UsageError(
                 f"cache: {self.folder / 'header.json'}: {error!r}; remove that folder"
             ) from error

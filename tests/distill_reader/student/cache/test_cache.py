@@ -1,5 +1,6 @@
 """A reader with a cache: who is asked, what comes, and from where."""
 
+import errno
 import json
 import os
 import signal
@@ -215,6 +216,23 @@ def test_labels_of_samples_that_were_let_go_are_not_kept(make: Make, tmp_path: P
     assert totals(reader.set_batch_generator(batches([1, 2], [3, 4], [5]))) == [
         [6.0, 12.0], [18.0, 24.0], [30.0],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [None, "v1"])
+def test_a_disk_that_is_full_when_it_begins_ends_no_training(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, version: str | None
+):
+    def full(*_args: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "cache"))
+
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path / "cache", teacher_version=version)
+    reader.set_batch_generator(lambda: batches([1, 2], [3]))
+    monkeypatch.setattr(Path, "mkdir", full)
+    for epoch in (1, 2):
+        assert totals(reader) == [[6.0, 12.0], [18.0]]
+        assert teacher.samples == 3 * epoch
+    assert caplog.text.count(f"cache {tmp_path}/cache: No space left on device; the train") == 1
 
 
 def test_what_is_not_a_number_is_not_kept(make: Make, tmp_path: Path):

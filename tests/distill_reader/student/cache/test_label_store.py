@@ -1,5 +1,6 @@
 """Labels on disk: killed writers, damaged files, several processes, bounds."""
 
+import errno
 import fcntl
 import json
 import os
@@ -267,6 +268,71 @@ def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cache: .*name a folder on a local disk"):
         open_store(tmp_path / "file")
+
+
+TROUBLED = ["mkdir", "users", "utime", "lock", "keys", "rows", "inputs", "header.json"]
+
+
+def troubled(monkeypatch: pytest.MonkeyPatch, what: str, error: OSError) -> None:
+    """Have a call that opens a store fail: one of TROUBLED."""
+    opened = label_space.open_file
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise error
+
+    def open_file(path: Path) -> int:
+        if path.name == what:
+            raise error
+        return opened(path)
+
+    monkeypatch.setattr(label_space, "open_file", open_file)
+    if what == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", fail)
+    elif what == "utime":
+        monkeypatch.setattr("os.utime", fail)
+    elif what == "header.json":
+        monkeypatch.setattr(Path, "read_text", fail)
+
+
+@pytest.mark.parametrize("what", TROUBLED)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE])
+def test_a_disk_that_is_full_when_it_is_opened_leaves_a_student_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what, code
+):
+    files = len(os.listdir("/proc/self/fd"))
+    troubled(monkeypatch, what, OSError(code, os.strerror(code), f"{tmp_path}/labels"))
+    store = open_store(tmp_path)
+    assert store.is_closed
+    assert add(store, [1, 2]) == check(store, [1, 2]) == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"cache {tmp_path}/labels: {os.strerror(code)}; the training goes on" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("what", TROUBLED)
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOTDIR])
+def test_a_folder_that_may_not_be_used_is_refused_and_no_file_is_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what, code
+):
+    files = len(os.listdir("/proc/self/fd"))
+    troubled(monkeypatch, what, OSError(code, os.strerror(code)))
+    with pytest.raises(UsageError, match=os.strerror(code)):
+        open_store(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_disk_that_cannot_be_read_any_more_leaves_a_student_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    store = open_store(tmp_path)
+    add(store, [1])
+
+    def broken(*_args: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("os.pread", broken)
+    assert check(store, [1]) == check(store, [1]) == add(store, [2]) == 0
+    assert caplog.text.count(f"cache {store.folder}: Input/output error; the training") == 1
 
 
 def test_a_full_disk_stops_the_keeping_and_nothing_else(

@@ -16,7 +16,7 @@ from urllib3.exceptions import HTTPError
 
 from job_server.api.command_line import OptionParser
 from job_server.api.wire import WireError, check_range
-from job_server.cli.collector import ClusterLoad, load_json, load_line
+from job_server.cli.cluster_load import ClusterLoad, load_json, load_line
 from k8s_controller.decisions.capacity import capacity_of, requests_of
 from k8s_controller.decisions.spec import KIND, Object, SpecError, parse
 from k8s_controller.kube_api import KubeApi, KubeError, load_config

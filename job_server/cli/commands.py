@@ -30,7 +30,7 @@ from job_server.api.text import (
     wanted_pods,
 )
 from job_server.cli import queue, simulate_cluster, task_queues
-from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
+from job_server.cli.cluster_load import cluster_load, load_json, load_line, load_screen
 from job_server.cli.drill import drill_job, drill_node, ended_as_by_ctrl_c, wait_until_left
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines

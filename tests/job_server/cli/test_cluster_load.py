@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.cli.collector import cluster_load, load_json, load_line, load_screen
+from job_server.cli.cluster_load import cluster_load, load_json, load_line, load_screen
 from tests.job_server.serving import cpu_node
 from tests.job_server.sharing.shared import NOW, cluster, shared_job, shared_node
 from tests.scripts.statuses import status

@@ -17,6 +17,7 @@ from job_server.jobs.work import Goal
 from job_server.training.core.faults import find_lasting
 from job_server.training.core.job import (
     MAX_RECORDS,
+    Absence,
     Budget,
     Cause,
     CauseKind,
@@ -39,16 +40,17 @@ def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
 
 
     Args:
-        restarted: the server was away in that time: the script clock stands, and ranks that were
-            parked have waited.
+        restarted: the server was away in that time: the script clock stands, ranks that were
+            parked have waited, and whether others trained their launchers will say.
     """
     progress = job.progress
     passed = now - progress.accrued_at
     if passed <= 0 or job.state.ended:
         return job
     bucket = _bucket(job)
-    if restarted and job.state is JobState.CUTTING_OVER:
-        bucket = "waiting_s"
+    if restarted and not job.legacy:
+        progress = replace(progress, absence=_absence(job, passed))
+        bucket = "paused_s" if bucket == "paused_s" else "waiting_s"
     account = replace(progress.account, **{bucket: getattr(progress.account, bucket) + passed})
     script_s = progress.script_s
     if script_runs(job) and not restarted:
@@ -56,6 +58,39 @@ def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
     return replace(
         job, progress=replace(progress, account=account, accrued_at=now, script_s=script_s)
     )
+
+
+def _absence(job: Job, away_s: float) -> Absence | None:
+    """Return what has to be known of an absence of the server. None: nobody trained in it."""
+    stage, known = job.active, job.progress.absence
+    if stage is None or stage.over is not None:
+        return None
+    if job.state not in (JobState.RUNNING, JobState.PREPARING):
+        return None
+    if known is not None and known.stage == stage.stage:  # it has ended twice
+        return replace(known, away_s=known.away_s + away_s)
+    part = _bucket(job)
+    if part not in ("hung_s", "preparing_s"):
+        part = "training_s"
+    return Absence(stage=stage.stage, since=job.progress.accrued_at, away_s=away_s, part=part)
+
+
+def end_absence(work: Work, stage: int, *, trains: bool) -> None:
+    """A launcher says what became of its stage while the server was away.
+
+    Where none comes, the machines were off as well: that is no time in which the job ran.
+    """
+    absence = work.job.progress.absence
+    if absence is None or absence.stage != stage:
+        return
+    account = work.job.progress.account
+    if trains:
+        moved = {
+            "waiting_s": account.waiting_s - absence.away_s,
+            absence.part: getattr(account, absence.part) + absence.away_s,
+        }
+        account = replace(account, **moved)
+    work.progress(account=account, absence=None)
 
 
 def live_hangs(job: Job) -> tuple[Hang, ...]:
@@ -199,11 +234,14 @@ def close_stage(work: Work, stage: JobStage, outcome: str) -> None:
     if record is None or record.ended_at is not None:
         return
     made_steps = record.first_step is not None
+    ended_at, absence = work.now, job.progress.absence
+    if absence is not None and absence.stage == stage.stage:  # else its steps look slow
+        ended_at = max(absence.since, record.first_step_at or record.committed_at or 0.0)
     update_record(
         work,
         stage.stage,
         outcome=outcome,
-        ended_at=work.now,
+        ended_at=ended_at,
         last_step=job.progress.step if made_steps else None,
     )
 

@@ -257,6 +257,16 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A time without a server of which nobody knows yet what a stage did in it."""
+
+    stage: int
+    since: float
+    away_s: float
+    part: str  # of the account: where it belongs if the stage went on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
     """What changes with every heartbeat and is not written each time."""
 
@@ -276,6 +286,7 @@ class JobProgress:
     missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
+    absence: Absence | None = None  # counted as waiting; None: what was done in each is known
     script_s: float = 0.0  # the change script's clock
     saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
     saving_at: float = 0.0  # when that last changed

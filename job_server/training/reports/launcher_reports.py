@@ -26,6 +26,7 @@ from job_server.api.wire import (
 from job_server.jobs.pod_reports import REASON_CHARS
 from job_server.jobs.work import Goal
 from job_server.training.core.accounting import (
+    end_absence,
     end_hang,
     first_step,
     note_error,
@@ -82,6 +83,10 @@ def attached(work: Work, attach: Attach) -> None:
     _record_heartbeat(work, pod.pod_id, attach.snapshot)
     if pod.leaving:
         return
+    # Trainers without the loop never say more than that they have started.
+    plain = not attach.elastic and attach.phase in (PodStagePhase.STARTED, PodStagePhase.LOADED)
+    trains = plain or attach.phase is PodStagePhase.TRAINING
+    end_absence(work, attach.stage, trains=trains)
     _note_elastic(work, is_elastic=attach.elastic)
     _apply_numbers(work, attach)
     preparing = work.job.preparing

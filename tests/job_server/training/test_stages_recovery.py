@@ -17,6 +17,7 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.jobs.events import (
+    Allotted,
     KillAsked,
     LauncherAttached,
     ServerRestarted,
@@ -534,6 +535,88 @@ def test_a_restarted_server_goes_on_where_it_was_and_declares_nobody_dead_at_onc
     assert made.job.state is RUNNING
     assert len(records(made)) == 1
     assert machine.next_deadline(made.job, made.now, made.cluster) is not None
+
+
+def away_for_an_hour(made: World, happens: str) -> None:
+    """Let the server be away; its machines lose their power with it, or trainers die, or train."""
+    made.stored = made.job  # as the shell does every 30 s
+    made.stop_server()
+    if happens == "the power is off":
+        for sim in made.nodes.values():
+            made.power_off(sim)
+    if happens == "a trainer dies":
+        made.crash("pod_0_0")
+    made.now += 3600.0
+    made.start_server()
+    for sim in made.nodes.values():
+        made.power_on(sim)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize(
+    ("happens", "part"),
+    [
+        ("all train on", "training_s"),
+        ("the power is off", "waiting_s"),
+        ("a trainer dies", "waiting_s"),
+    ],
+)
+def test_an_absence_of_the_server_is_training_where_a_launcher_says_so(happens, part, elastic):
+    """Else a power cut would use up a job's `max_run_time_s`, and look like slow steps."""
+    made = world(elastic=elastic, total_steps=10**6)
+    made.run_until(RUNNING)
+    made.rounds(8)
+    before, begun = made.status.account, made.now
+    away_for_an_hour(made, happens)
+    made.rounds(30)
+    account = made.status.account
+    assert getattr(account, part) - getattr(before, part) == pytest.approx(3600, abs=20)
+    assert account.total_s - before.total_s == pytest.approx(made.now - begun)
+    first, *later = records(made)
+    assert bool(later) == (happens != "all train on")
+    if happens == "the power is off":
+        assert first.ended_at == pytest.approx(begun, abs=1)
+
+
+def test_a_change_goes_on_beside_the_training_while_the_server_is_away():
+    made = trains(world(overlap="on", total_steps=10**6))
+    made.nodes["b"].client = False  # starts no pod
+    made.resize(3)
+    made.run_until(JobState.PREPARING)
+    away_for_an_hour(made, "all train on")
+    made.rounds(4)
+    assert made.status.account.preparing_s == pytest.approx(3600, abs=10)
+
+
+def test_several_absences_of_which_nobody_says_anything_are_no_training():
+    made = trains(world(total_steps=10**6))
+    for sim in made.nodes.values():
+        made.power_off(sim)
+    for _ in range(2):
+        away_for_an_hour(made, "the power is off")
+    made.rounds(30)
+    assert made.status.account.waiting_s == pytest.approx(7200, abs=30)
+    made = trains(world(total_steps=10**6))
+    made.stored = made.job
+    for _ in range(2):
+        made.stop_server()
+        made.now += 3600.0
+        made.start_server()
+    made.rounds(4)
+    assert made.status.account.training_s == pytest.approx(7200, abs=30)
+
+
+def test_a_power_cut_is_no_run_time():
+    made = world(pods=None, max_pods=2, share=True, max_run_time_s=600.0, total_steps=10**6)
+    made.round()
+    made.send(Allotted({"a": 2}, "there is room"))
+    trains(made)
+    away_for_an_hour(made, "the power is off")
+    made.rounds(40)
+    assert made.job.state is RUNNING
+    away_for_an_hour(made, "all train on")
+    made.rounds(40)
+    assert "it has run for its max_run_time_s" in made.job.reason
 
 
 @pytest.mark.parametrize("rounds", range(1, 8))

@@ -141,7 +141,12 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 def _run_alone(args: argparse.Namespace) -> int:
     from pod_runtime import run  # only here: a pod's launcher does not need it
 
-    return run.main(["--fixed", "--log_dir", str(args.log_dir), args.script, *args.args])
+    if args.run_dir is not None:
+        raise LaunchError("--run_dir: only in a pod; else the ledger is in LOG_DIR/latest/run", 2)
+    if args.keep_logs != KEEP_LOGS:
+        raise LaunchError("--keep_logs: only in a pod; else `edl run --keep_runs` keeps runs", 2)
+    preload = ["--preload", args.preload] if args.preload else []
+    return run.main(["--fixed", "--log_dir", str(args.log_dir), *preload, args.script, *args.args])
 
 
 if __name__ == "__main__":

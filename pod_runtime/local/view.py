@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from job_server.api.api_client import ApiClient
@@ -27,7 +28,7 @@ class JobWatch:
         self.is_deleted = False  # the server has the job no longer
         self.changed = threading.Event()
         self._connect, self._job_id = connect, job_id
-        self._events: list[JobEvent] = []
+        self._events: deque[JobEvent] = deque()  # a thread puts them there
         self._closed = threading.Event()
         for work in (self._follow_status, self._follow_events):
             threading.Thread(
@@ -40,8 +41,7 @@ class JobWatch:
 
     def take_events(self) -> list[JobEvent]:
         """Return the events since the last call."""
-        taken, self._events = self._events, []
-        return taken
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def fetch_events(self) -> list[JobEvent]:
         """Return the events that are left, at the end of a job; asks the server."""
@@ -91,8 +91,8 @@ class JobWatch:
                     self._closed.wait(_RETRY_S)
                     continue
                 if events and not self._closed.is_set():
+                    self._events.extend(events)
                     self._heard = events[-1].number
-                    self._events = [*self._events, *events]
                     self.changed.set()
 
 

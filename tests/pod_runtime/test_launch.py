@@ -26,7 +26,7 @@ from job_server.api.wire import (
     SnapshotRef,
     Way,
 )
-from pod_runtime import processes
+from pod_runtime import launch, processes, run
 from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
 from pod_runtime.errors import LaunchError
 from pod_runtime.launch import check_args
@@ -187,6 +187,32 @@ def start_stage(server: FakeJobServer, stage: int, pod: PodUnderTest, **fields: 
     server.wait_told(ReportKind.LOADED, stage)
     server.say(make_plan(stage, Order.GO, (pod.part(),), **fields))
     return server.wait_told(ReportKind.FIRST_STEP, stage)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--run_dir", "r"], "--run_dir: only in a pod"),
+        (["--keep_logs", "3"], "--keep_logs: only in a pod"),
+        (["--preload", "json"], None),
+    ],
+)
+def test_what_counts_in_a_pod_only_is_refused_outside_of_one(
+    tmp_path, monkeypatch, capsys, flags, said
+):
+    script = tmp_path / "train.py"
+    script.touch()
+    ran: list[list[str]] = []
+
+    def run_alone(argv: list[str]) -> int:
+        ran.append(argv)
+        return 0
+
+    monkeypatch.setattr(run, "main", run_alone)
+    code = launch.main([*flags, str(script), "--lr", "1"], {})
+    assert said is None or said in capsys.readouterr().err
+    own = ["--fixed", "--log_dir", "log", *flags, str(script), "--lr", "1"]
+    assert (code, ran) == ((0, [own]) if said is None else (2, []))
 
 
 def test_a_script_that_keeps_the_jobs_args_from_its_trainers_is_refused():

@@ -356,7 +356,8 @@ BAD_GATEWAY = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
         ),
         pytest.param([b"\0\0\6\4\0\0"] * 2, [True] * 2, 1, id="no HTTP"),
         pytest.param([b""] * 2, [True] * 2, 1, id="closes"),
-        pytest.param([None, READY], [True, True], 0, id="says nothing"),
+        pytest.param([None] * 3 + [READY], [False, False, True, True], 0, id="says nothing"),
+        pytest.param([None, NOT_READY, READY], [False, False, True], 2, id="is slow at first"),
     ],
 )
 def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
@@ -364,7 +365,7 @@ def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
 ):
     monkeypatch.setattr("distill_reader.balance.registry.registrar._RESTART_S", 1e-9)
     if None in answers:
-        monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 1.0)
+        monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 0.5)
 
     async def view() -> list[bool]:
         server = Answers(b"")

@@ -39,6 +39,7 @@ _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
 _SAYING = (200, 400, 503)  # HTTP statuses of a teacher that reports whether it is ready
 _ANOTHER = 20  # probes in a row without an answer: it may be another teacher, which does not report
+_NO_HTTP = 3  # probes in a row without an answer, of a teacher that has never given one
 # Addresses that a server listens on and no client connects to, and the families that reach it.
 _EVERYWHERE = {"0.0.0.0": socket.AF_INET, "::": socket.AF_UNSPEC}
 _RESTART_S = 2.0  # a teacher that is not ready for less may just restart a predictor
@@ -229,8 +230,8 @@ class PortProbe:
         try:
             status = await self._ask(reader, writer) if self._is_asked else 0
         except TimeoutError:
-            if self._says:
-                return self._is_slow()
+            if self._says or self._silent + 1 < _NO_HTTP:
+                return self._is_slow() and self._says is not None
             status = 0
         finally:
             writer.close()

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,18 @@ from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token
 from job_server.api.errors import JobServerError, Rejected, Retryable
 from job_server.api.text import error_lines, printable, saving_text
-from job_server.api.wire import TRAIN_LOSS, JobSpec, JobState, JobStatus
+from job_server.api.wire import (
+    TRAIN_LOSS,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Saved,
+    SavePhase,
+    SaveState,
+)
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
+from pod_runtime.local.last_state import end_pods, find_pods, write_newest
 from pod_runtime.local.old_runs import drop_old_runs
 from pod_runtime.local.output import TrainerOutput
 from pod_runtime.local.programs import LocalProgram
@@ -80,7 +89,7 @@ class LocalSession:
                 status = self._watch_patiently() if self._start() else None
                 self._keep_page()
                 self._end_programs()
-            except LaunchError:
+            except BaseException:  # whatever it was: the training is well
                 self._end_with_state()
                 raise
             finally:
@@ -253,13 +262,31 @@ class LocalSession:
     def _end_with_state(self) -> None:
         """Have the client write the newest state, as the job cannot go on, and wait for that."""
         client, before = self._client, self._interrupts
-        if client is None or client.stop(0.0):
+        if client is None or before > 1:
             return
-        show("the job client ends the pods, and writes their newest state; Ctrl-C ends it at once")
-        while not client.has_ended(_LOOK_EVERY_S):
-            if self._interrupts > before:
-                return
-        show(f"what it did:\n{client.last_lines()}")
+        if not client.stop(0.0):
+            text = "the job client ends the pods, and writes their newest state"
+            show(f"{text}; Ctrl-C ends it at once")
+            while not client.has_ended(_LOOK_EVERY_S):
+                if self._interrupts > before:
+                    return
+            show(f"what it did:\n{client.last_lines()}")
+        self._end_without_client(lambda: self._interrupts > before)
+
+    def _end_without_client(self, is_cancelled: Callable[[], bool]) -> None:
+        """Do what the client has left undone, as where it has died: shims end with their states."""
+        pods_dir = self._config.folder / "client" / "pods"
+        pods = find_pods(pods_dir)
+        if not pods:
+            return
+        show(
+            "no job client is left: ending the pods, and writing their newest state; Ctrl-C ends "
+            "it at once"
+        )
+        end_pods(pods, self._config.spec.grace_s, is_cancelled)
+        if not is_cancelled():
+            state = write_newest(find_pods(pods_dir), self._env, is_cancelled)
+            show(describe_last_state(state))
 
     def _keep_page(self) -> None:
         """Leave the status page in the run folder, as it is at the end."""
@@ -362,8 +389,19 @@ def describe_loss(status: JobStatus | None) -> str:
 def describe_continuation(status: JobStatus | None) -> str:
     """Return how the training goes on after it was interrupted; "" where nothing was written."""
     saved = None if status is None else status.saved
-    if saved is None:
-        return ""
+    return "" if saved is None else _how_to_go_on(saved)
+
+
+def describe_last_state(state: SaveState) -> str:
+    """Return where the state is that this process has had written itself, or that it is lost."""
+    if state.phase is SavePhase.WRITTEN:
+        return _how_to_go_on(state)
+    if state.nothing:
+        return "no pod held a state: what checkpoints hold is all that there is"
+    return f"the newest state is lost, but for what checkpoints hold: {state.reason}"
+
+
+def _how_to_go_on(saved: Saved | SaveState) -> str:
     if saved.spare:
         # The next run has a folder of its own, and does not look here.
         return f"step {saved.step} is in {saved.path}: give that to the script as its checkpoint="

@@ -20,6 +20,7 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
 from tests import stranger
+from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
 from tests.support import wait_until
 
@@ -236,6 +237,39 @@ def test_a_server_that_cannot_be_started_again_ends_the_pods_in_order(run, tmp_p
     said = (latest / "client" / "job_client.log").read_text()
     assert "pod pod_0_0: stop, grace 2 s" in said
     assert said.endswith("job_client.agent: ended\n")
+    assert not job.left()
+
+
+def break_client(job: Run, folder: Path) -> None:
+    """Kill the client of a run, which cannot be started again."""
+    client, lock = job.child("job_client"), folder / "client" / "lock"
+    job.process.send_signal(signal.SIGSTOP)
+    os.kill(client, signal.SIGKILL)
+    lock.unlink()
+    lock.mkdir()
+    job.process.send_signal(signal.SIGCONT)
+
+
+def test_a_client_that_cannot_be_started_again_takes_no_state_with_it(run, tmp_path):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    folder = (tmp_path / "edl_run" / "latest").resolve()
+    hold(folder / "client" / "pods" / "pod_0_0", places(tmp_path))
+    break_client(job, folder)
+    assert job.process.wait(120) == 1
+    goes_on = f"the same command goes on at step 13, from {tmp_path}/checkpoint\n"
+    assert goes_on in job.console()
+    assert "the job client has ended with " in job.console()
+    assert not job.left()
+
+
+def test_ctrl_c_ends_at_once_what_is_done_without_a_client(run, tmp_path):
+    job = run("--cpu_slots", "1", "--grace_s", "60", TOY, "--ignore_sigterm")
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    break_client(job, (tmp_path / "edl_run" / "latest").resolve())
+    wait_until(lambda: "no job client is left" in job.console(), 60)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(30) == 1
     assert not job.left()
 
 

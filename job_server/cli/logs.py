@@ -1,5 +1,6 @@
 """Print the log files of a job's pods, as far as they are on this machine (`edl logs`)."""
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from job_server.api.api_client import ApiClient
+from job_server.api.codec import decode
 from job_server.api.errors import ConfigError
-from job_server.api.wire import JobPod
+from job_server.api.wire import JobPod, JobStatus, NodePod, is_same_job
 
 FOLLOW_S = 0.5
 _BLOCK_BYTES = 64 * 1024
@@ -70,7 +72,7 @@ def log_lines(
         for pod in status.pods:
             if pod.pod_id in tails or (pod_ids and pod.pod_id not in pod_ids):
                 continue
-            tail = _open(pod, lines)
+            tail = _open(status, pod, lines)
             if tail is not None:
                 tails[pod.pod_id] = tail
             elif pod.pod_id not in missing:
@@ -86,10 +88,10 @@ def log_lines(
         status = api.status(job_id)
 
 
-def _open(pod: JobPod, lines: int) -> _Tail | None:
+def _open(job: JobStatus, pod: JobPod, lines: int) -> _Tail | None:
     """Return the log at its last `lines` lines; None: it is not on this machine."""
     path = Path(pod.log_path)
-    if not pod.log_path or not path.is_file():
+    if not pod.log_path or not path.is_file() or not _is_of(job, pod, path.parent):
         return None
     with path.open("rb") as file:
         begin = end = file.seek(0, os.SEEK_END)
@@ -100,6 +102,19 @@ def _open(pod: JobPod, lines: int) -> _Tail | None:
             tail = file.read(end - begin)
     wanted = tail.splitlines(keepends=True)[-lines:] if lines else []
     return _Tail(pod_id=pod.pod_id, path=path, offset=end - sum(map(len, wanted)))
+
+
+def _is_of(job: JobStatus, pod: JobPod, folder: Path) -> bool:
+    """Return whether a folder here is that of the pod.
+
+    Nodes have the same paths, and an earlier pod of that name may have left its log here.
+    """
+    try:
+        known = decode(NodePod, json.loads((folder / "pod.json").read_text()))
+    except (OSError, ValueError):  # removed just now, or of a version that wrote other fields
+        return False
+    same_ids = (known.job_id, known.pod_id) == (job.job_id, pod.pod_id)
+    return same_ids and is_same_job(known.submitted_at, job.submitted_at)
 
 
 def _where(pod: JobPod) -> str:

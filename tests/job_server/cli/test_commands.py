@@ -5,7 +5,10 @@ import importlib.metadata
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
@@ -16,6 +19,7 @@ from job_server.api import wire
 from job_server.api.command_line import keep_token, make_token
 from job_server.cli import collector, commands
 from job_server.cli.commands import main
+from job_server.cli.logs import log_lines
 from job_server.training import views
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.job_server.world import World, trains, world
@@ -367,9 +371,42 @@ def test_on_a_terminal_a_followed_job_is_one_line_for_each_state(server, monkeyp
     assert "STOPPED" in states[-1]
 
 
+@pytest.mark.parametrize(
+    ("left", "is_shown"),
+    [
+        ({}, True),
+        ({"submitted_at": 0.0}, True),  # by a client of the version before
+        ({"submitted_at": 5.0}, False),  # an earlier job of that name
+        ({"job_id": "other"}, False),
+        ({"pod_id": "pod_0_0"}, False),
+        (None, False),  # nobody knows whose it is
+    ],
+)
+def test_a_log_that_an_earlier_pod_has_left_here_is_not_taken_for_that_of_a_pod_elsewhere(
+    left, is_shown, tmp_path
+):
+    log = tmp_path / "log"
+    log.write_text("epoch 90\n")
+    mine: Any = {"pod_id": "pod_1_0", "job_id": "job", "submitted_at": 1000.0, **(left or {})}
+    known = wire.NodePod(slots=(0,), want=wire.DesiredState.RUN, **mine)
+    if left is not None:
+        (tmp_path / "pod.json").write_text(json.dumps(wire.encode(known)))
+    made = trains(world())
+    status = made.status
+    (pod,) = (replace(pod, log_path=str(log)) for pod in status.pods if pod.pod_id == "pod_1_0")
+    status = replace(status, pods=(pod,))
+    assert status.submitted_at == 1000.0
+    api: Any = SimpleNamespace(status=lambda _job_id: status)
+    said = list(log_lines(api, "job", [], follow=False, lines=20))
+    elsewhere = f"[pod_1_0] not on this machine: {log} on node {pod.node_id} ({pod.addr})"
+    assert said == (["epoch 90"] if is_shown else [elsewhere])
+
+
 def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
     log = tmp_path / "log"
     log.write_text("".join(f"line {number}\n" for number in range(100)) + "no end yet")
+    mine = wire.NodePod(pod_id="pod_0_0", job_id="logged", slots=(0,), want=wire.DesiredState.RUN)
+    (tmp_path / "pod.json").write_text(json.dumps(wire.encode(mine)))
     with server.api() as api:
         api.submit(wire.JobSpec(job_id="logged", max_pods=2))
         assert main(["logs", "logged", "--server", server.url]) == 0

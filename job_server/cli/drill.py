@@ -84,8 +84,8 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
             f"use (`edl capacity {node_id} --slots all` ends an `edl drain`)"
         )
     limit = None if known is None else known.limit
-    api.limit_node(node_id, 0, drain=True)
     try:
+        api.limit_node(node_id, 0, drain=True)  # it may be drained although no answer comes
         wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")
         if any(_waits_for_node(api, job, node_id) for job in before):
             _use_again(api, node_id, limit)

@@ -125,6 +125,7 @@ class Server:
         )
         self.looks_left = 1 << 30  # until it has left all the same
         self.away = 0  # so many requests are not answered, from the first look at the jobs on
+        self.loses_answer = False  # to the order that drains the node
         self._node = node(self._job.pods[0].node_id)
 
     @property
@@ -156,6 +157,8 @@ class Server:
         if self.draining:
             self._answer()
         self.limit, self.draining = slots, "an operator asked for it" if drain else ""
+        if drain and self.loses_answer:
+            raise ServerAway("no answer")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -203,12 +206,13 @@ def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():
     assert line.endswith(": it goes on as it was")
 
 
-def test_a_drill_ends_its_drain_though_the_server_was_away_meanwhile():
-    server = Server()
-    server.away = 4
+@pytest.mark.parametrize(("away", "loses_answer"), [(4, False), (0, True), (4, True)])
+def test_a_drill_ends_its_drain_though_the_server_was_away_meanwhile(away, loses_answer):
+    server = Server(limit=1)
+    server.away, server.loses_answer = away, loses_answer
     with pytest.raises(JobServerError, match="no answer"):
         drill(server, 60.0)
-    assert not server.draining
+    assert (server.limit, server.draining) == (1, "")
 
 
 def test_a_drill_that_cannot_end_its_drain_says_so(monkeypatch):

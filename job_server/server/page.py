@@ -121,8 +121,10 @@ def timeline(records: Sequence[wire.StageRecord], now: float) -> dict[str, Any] 
     begins = [record.first_step_at or 0.0 for record in stages]
     if not stages:
         return None
-    span_s = max(now - begins[0], 1.0)
     ends = [now if record.ended_at is None else record.ended_at for record in stages]
+    # Where no stage is left the job is over or paused: its picture stays as it is.
+    goes_on = any(record.ended_at is None for record in records)
+    span_s = max((now if goes_on else max(ends)) - begins[0], 1.0)
     for at, (begin, after) in enumerate(zip(begins[1:], stages[1:], strict=True)):
         ends[at] = min(ends[at], begin - (after.pause_s or 0.0))
     across = CURVE_WIDTH / span_s

@@ -375,7 +375,11 @@ class DistillReader:
         return self._set_generator(reader, "sample list")
 
     def set_batch_generator(self, reader: Any) -> Self:
-        """Read from `reader`, which yields a tuple of arrays per batch, samples on axis 0."""
+        """Read from `reader`, which yields a tuple of arrays per batch, samples on axis 0.
+
+        A `DataLoader` of PyTorch or Paddle will do, also with worker processes: give it itself, or
+        a function that returns it.
+        """
         return self._set_generator(reader, "batch")
 
     def __call__(self) -> Generator[Any, None, None]:

@@ -12,9 +12,10 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from distill_reader.errors import ReaderError, UsageError
 from distill_reader.student.batches.feed import Feed
@@ -143,7 +144,6 @@ class ReaderSession:
             key_positions: positions of the fields with the samples' ids and with their variants
                 (None: there are none); None: there is no cache.
         """
-        self._generator = generator
         self._item_format = item_format
         self._streams = tuple(streams)
         self._combine = combine
@@ -155,7 +155,12 @@ class ReaderSession:
         self._is_waiting = False  # the consumer
         self._has_unlooked = False  # an item waits until a teacher has told the cache's version
         self._is_closing = False
-        self._thread = threading.Thread(target=self._read, name="edl-reader", daemon=True)
+        # Here, and before any thread: a framework's DataLoader forks its worker processes now, and
+        # Paddle's needs the main thread for that.
+        begun = [_begun(generator)]
+        self._thread = threading.Thread(
+            target=self._read, args=(begun,), name="edl-reader", daemon=True
+        )
         # A thread still inside the generator's code (perhaps the framework's) can hang shutdown.
         atexit.register(self.close)
         try:
@@ -280,12 +285,11 @@ class ReaderSession:
 
     # --- the generator's thread
 
-    def _read(self) -> None:
+    def _read(self, begun: list[Iterator[Any]]) -> None:
         error: Exception | None = None
-        items: Iterator[Any] | None = None
+        items: Iterator[Any] | None = begun.pop()
         try:
-            generator = self._generator
-            items = iter(generator() if callable(generator) else generator)
+            assert items is not None
             make = self._item_format.item
             for given in items:
                 if not self._add(make(given)):
@@ -293,13 +297,13 @@ class ReaderSession:
         except UsageError as wrong:
             error = wrong
         except BaseException as failure:  # noqa: BLE001  raised again where the consumer gets to it
-            error = ReaderError(f"the reader's generator failed: {failure!r}")
-            error.__cause__ = failure
+            error = _failed(failure)
         finally:
             close = getattr(items, "close", None)
             if close is not None:
                 with contextlib.suppress(Exception):  # the iteration is over: nobody needs it
                     close()
+            items = close = None  # an error keeps this frame: let a loader's workers end now
             with self._lock:
                 for stream in self._streams:
                     stream.feed.end(error)
@@ -358,3 +362,31 @@ class ReaderSession:
             self._has_unlooked = False
             stream.feed.works_without_teachers = cache.is_open
             return cache.is_open
+
+
+def _begun(generator: Any) -> Iterator[Any]:
+    """Return the iterator of a user's generator; if it fails to begin, one that raises why."""
+    try:
+        return iter(generator() if callable(generator) else generator)
+    except Exception as failure:  # noqa: BLE001  raised again where the consumer gets to it
+        return map(_raise, [failure])
+
+
+def _raise(failure: Exception) -> NoReturn:
+    raise failure
+
+
+def _failed(failure: BaseException) -> ReaderError:
+    """Return the consumer's error for a failure of its generator."""
+    text = f"the reader's generator failed: {failure!r}"
+    if isinstance(failure, ValueError) and "signal only works in main thread" in str(failure):
+        text += (
+            ". If it iterates over a DataLoader of Paddle with workers: these are started by the "
+            "main thread alone. Give the reader that DataLoader itself, or a function that returns "
+            "it, and iterate over the reader in the main thread; or use num_workers=0"
+        )
+    error = ReaderError(text)
+    error.__cause__ = failure
+    # The frames may hold a loader. If it ends with the interpreter only, its workers hang that.
+    traceback.clear_frames(failure.__traceback__)
+    return error

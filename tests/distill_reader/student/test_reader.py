@@ -1,5 +1,6 @@
 """The reader as its users have it; teachers in this process, and real ones that get killed."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -642,6 +643,93 @@ def test_it_reads_in_the_workers_of_a_data_loader(running):
             np.testing.assert_array_equal(total.numpy()[:, 0], 784.0 * index.numpy())
             seen += index.tolist()
         assert sorted(seen) == list(range(60))
+
+
+LOADS = """
+import sys
+import numpy as np
+from distill_reader import DistillReader
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        if index == BROKEN:
+            raise ValueError("it is broken")
+        return np.full((1, 28, 28), index, "f4"), np.int64(index)
+
+BROKEN = None
+reader = DistillReader(["image", None], ["sum"]).set_max_memory(1)
+reader.set_fixed_teacher(TEACHERS)
+
+def loader(**options):
+    return DataLoader(Numbers(), batch_size=4, num_workers=2, **options)
+
+def batches():
+    yield from loader()
+
+def read(given, most=99):
+    seen = []
+    for _, index, total in reader.set_batch_generator(given)():
+        assert (np.asarray(total).ravel() == 784 * np.asarray(index).ravel()).all()
+        seen += np.asarray(index).ravel().tolist()
+        most -= 1
+        if not most:
+            break
+    return seen
+
+"""
+
+
+@pytest.mark.parametrize("framework", ["paddle", "torch"])
+@pytest.mark.parametrize(
+    ("steps", "code", "said"),
+    [
+        pytest.param(
+            "for _ in range(2):\n    assert read(given, 3) == list(range(12))\n"
+            "    assert read(given) == list(range(60))",
+            0, "", id="epochs, and one that ends early",
+        ),
+        pytest.param("rest = reader.set_batch_generator(given)()\nnext(rest)\nsys.exit(7)", 7, "",
+                     id="ends amid an epoch"),
+        pytest.param("BROKEN = 20\nread(given)", 1, "ReaderError", id="a broken sample"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("given", ["lambda: loader()", "loader(persistent_workers=True)"])
+def test_a_frameworks_loader_with_workers_may_be_the_generator(
+    running, framework: str, given: str, steps: str, code: int, said: str
+):
+    if framework == "paddle" and "persistent" in given:  # its own loses count after an early end
+        steps = steps.replace("    assert read(given, 3) == list(range(12))\n", "")
+    out = run_loader(running, framework, f"given = {given}\n{steps}", code)
+    assert said in out
+
+
+def test_a_paddle_loader_with_workers_within_a_generator_is_named_with_the_remedy(running):
+    out = run_loader(running, "paddle", "read(batches)", 1)
+    assert "ReaderError" in out
+    assert "DataLoader of Paddle with workers: these are started by the main thread" in out
+
+
+def run_loader(teachers: list[TeacherProcess], framework: str, steps: str, code: int) -> str:
+    """Run a program of LOADS and `steps`, which must end by itself; return what it writes."""
+    pytest.importorskip(framework)
+    module = {"paddle": "paddle.io", "torch": "torch.utils.data"}[framework]
+    loads = LOADS.replace("TEACHERS", repr([teacher.endpoint for teacher in teachers]))
+    script = f"from {module} import Dataset, DataLoader\n{loads}{steps}\n"
+    program = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, _ = program.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)  # its workers, too
+        program.wait()
+    assert program.returncode == code, out
+    return out
 
 
 def test_control_c_ends_a_program_that_waits_for_its_teachers(running, tmp_path: Path):

@@ -280,8 +280,9 @@ class Agent:
         if fresh:
             try:
                 table = processes.read_all()
-                roots = [os.getpid(), *(pod.shim_pid for pod in pods if pod.shim_pid)]
-                self._foreign = self._host.foreign(trees(roots, table), time.monotonic())
+                shims = [pod.shim_pid for pod in pods if pod.shim_pid]
+                ours = trees([os.getpid(), *shims], table)
+                self._foreign = self._host.foreign(ours, time.monotonic(), shims=shims)
                 self._usage = self._inventory.usage(self._held_slots())
                 self._load = self._meter.read(time.monotonic())
             except OSError as error:  # no descriptor, no memory: a report says more than figures

@@ -113,6 +113,33 @@ def _read(pid: int) -> Process:
     )
 
 
+def memory_files(pid: int) -> dict[tuple[int, int], int]:
+    """Return the bytes in memory of each file without a name (memfd) that `pid` has open.
+
+    They count for no process that has not mapped them. The keys tell the files apart, of all
+    processes. {} where there is no such process, or it is another user's.
+    """
+    found: dict[tuple[int, int], int] = {}
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed just now
+                if os.readlink(f"{folder}/{name}").startswith("/memfd:"):
+                    held = os.stat(f"{folder}/{name}")
+                    found[held.st_dev, held.st_ino] = held.st_blocks * 512
+    return found
+
+
+def shared_bytes(pid: int) -> int:
+    """Return how much of the memory of `pid` is shared, and of no file on a disk; 0: not known."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            line = next((line for line in file if line.startswith("RssShmem:")), "")
+        return 1024 * int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def delayed_s(pid: int) -> float:
     """Return for how long the main thread of `pid` has waited for a processor, since it began.
 

@@ -35,7 +35,9 @@ class Host:
         self._memory = int(total if limit is None else min(total, limit.total))
         self.memory_mb = self._memory // 10**6
 
-    def foreign(self, ours: Collection[Process], now: float) -> ForeignLoad:
+    def foreign(
+        self, ours: Collection[Process], now: float, *, shims: Collection[int] = ()
+    ) -> ForeignLoad:
         """Return what others use.
 
         Memory that several of our processes share counts for each of them, so that theirs is
@@ -44,18 +46,20 @@ class Host:
         Args:
             ours: all processes that do not count, as they are now.
             now: seconds, of a clock that never goes back.
+            shims: pids of those of `ours` that hold states for others.
         """
-        memory_mb = max(0, self.used_memory() - sum(each.rss_bytes for each in ours)) // 10**6
+        mine = sum(each.rss_bytes for each in ours) + _held_only(shims, ours)
+        memory_mb = max(0, self.used_memory() - mine) // 10**6
         busy_s = self.busy_s()
         if busy_s is None:
             return ForeignLoad(None, memory_mb)
-        mine = {(each.pid, each.start_time): each.cpu_s for each in ours}
-        before, self._before = self._before, (now, busy_s, mine)
+        used_s = {(each.pid, each.start_time): each.cpu_s for each in ours}
+        before, self._before = self._before, (now, busy_s, used_s)
         if before is None or now <= before[0]:
             return ForeignLoad(None, memory_mb)
         # One that has begun since then has used all of its time since then.
-        mine_s = sum(used_s - before[2].get(key, 0.0) for key, used_s in mine.items())
-        cores = (busy_s - before[1] - mine_s) / (now - before[0])
+        ours_s = sum(spent_s - before[2].get(key, 0.0) for key, spent_s in used_s.items())
+        cores = (busy_s - before[1] - ours_s) / (now - before[0])
         return ForeignLoad(min(max(0, round(1000 * cores)), self.cpu_milli), memory_mb)
 
     def busy_s(self) -> float | None:
@@ -74,6 +78,17 @@ class Host:
         if limit is not None:
             available = min(available, limit.available)
         return self._memory - int(available)
+
+
+def _held_only(shims: Iterable[int], ours: Iterable[Process]) -> int:
+    """Return how many bytes shims hold that count for no process, as no trainer maps them."""
+    held: dict[tuple[int, int], int] = {}  # two shims may hold one state
+    for pid in shims:
+        held |= processes.memory_files(pid)
+    total = sum(held.values())
+    if not total:
+        return 0
+    return max(0, total - sum(processes.shared_bytes(each.pid) for each in ours))
 
 
 def trees(roots: Iterable[int], table: dict[int, Process]) -> list[Process]:

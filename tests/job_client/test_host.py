@@ -12,6 +12,15 @@ from pod_runtime import processes
 from tests.support import wait_until
 
 BURN = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
+FILE = """
+import mmap, os, sys, time
+fd = os.memfd_create("state")
+for _ in range(400):
+    os.write(fd, b"x" * 1_000_000)
+held = mmap.mmap(fd, 400_000_000, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) if {mapped} else fd
+print("held", flush=True)
+time.sleep(600)
+"""
 HOLD = "held = b'x' * 400_000_000\nprint('held', flush=True)\nimport time\ntime.sleep(600)"
 
 
@@ -69,6 +78,25 @@ def test_the_memory_of_others_counts_and_that_of_our_own_does_not(start):
     assert theirs is not None
     assert without is not None
     assert theirs - without > 200
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_state_that_a_shim_holds_is_not_of_others_and_counts_once(start, mapped, monkeypatch):
+    """After the trainers have died nobody maps it: it is in the memory of no process."""
+    host, shim = Host(), start(FILE.format(mapped=mapped))
+    monkeypatch.setattr(host, "used_memory", lambda: 10_000_000_000)
+    ours = trees([shim.pid], processes.read_all())
+    assert list(processes.memory_files(shim.pid).values()) == [pytest.approx(400e6, rel=0.02)]
+    load = host.foreign(ours, 1.0, shims=[shim.pid, shim.pid])  # two that hold one state
+    own_mb = sum(each.rss_bytes for each in ours) / 1e6
+    assert load.memory_mb == pytest.approx(10_000 - own_mb - 400 * (not mapped), abs=20)
+
+
+def test_of_a_process_that_is_gone_no_memory_is_known():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert processes.memory_files(gone.pid) == {}
+    assert processes.shared_bytes(gone.pid) == 0
 
 
 def test_a_tree_is_counted_once_however_often_a_part_of_it_is_named(start):

@@ -1,5 +1,6 @@
 """Apply what clients report of teachers, and decide what a teacher's death means. Pure."""
 
+import math
 from dataclasses import replace
 
 from job_server.api.failure_policy import DO_NOT_RESTART_EXIT
@@ -26,6 +27,8 @@ def node_reported(work: TeacherWork, node_id: str, states: tuple[PodState, ...])
 
 def _named(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
     running_since = pod.running_since
+    if state.phase is PodPhase.RUNNING and (running_since or math.inf) < work.job.grace_from:
+        _has_served(work)
     if state.phase is PodPhase.RUNNING and running_since is None:
         running_since = work.now
         if not pod.released:
@@ -40,6 +43,15 @@ def _named(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
     work.drop_pod(pod.pod_id)
     if not pod.released:
         _died(work, changed, state)
+
+
+def _has_served(work: TeacherWork) -> None:
+    """A teacher runs since before the server was away: it has served meanwhile."""
+    absent_s, account = work.job.progress.absent_s, work.job.progress.account
+    if absent_s:
+        waiting_s, training_s = account.waiting_s - absent_s, account.training_s + absent_s
+        account = replace(account, waiting_s=waiting_s, training_s=training_s)
+        work.progress(account=account, absent_s=0.0)
 
 
 def _not_named(work: TeacherWork, pod: TeacherPod) -> None:

@@ -56,6 +56,7 @@ class TeacherProgress:
     missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
+    absent_s: float = 0.0  # without a server, counted as waiting; 0: what was done in it is known
 
     def without_pod(self, pod_id: str) -> "TeacherProgress":
         """Forget what is known of a pod."""

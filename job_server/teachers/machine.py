@@ -88,11 +88,11 @@ def step(
     Raises:
         RequestRefused: a user asked for what makes no sense now; the job is unchanged.
     """
-    lead_s = job.progress.accrued_at - now
-    was_set_back = isinstance(event, ServerRestarted) and lead_s > 0
+    lead_s, restarted = job.progress.accrued_at - now, isinstance(event, ServerRestarted)
+    was_set_back = restarted and lead_s > 0
     if was_set_back:  # otherwise every wait would take that much longer
         job = moved_back(job, lead_s)
-    work = TeacherWork(accrue(job, now), now, cluster)
+    work = TeacherWork(accrue(job, now, restarted=restarted), now, cluster)
     if was_set_back:
         work.note(f"the clock was set back by {lead_s:.0f} s since")
     _enter(work, event)
@@ -115,8 +115,12 @@ def step(
     return work.job, "; ".join(work.notes)
 
 
-def accrue(job: TeacherJob, now: float) -> TeacherJob:
-    """Book the time since the last call to what the job did in it."""
+def accrue(job: TeacherJob, now: float, *, restarted: bool = False) -> TeacherJob:
+    """Book the time since the last call to what the job did in it.
+
+    Args:
+        restarted: the server was away in that time: whether teachers served, clients will say.
+    """
     progress = job.progress
     passed = now - progress.accrued_at
     if passed <= 0 or job.state.ended:
@@ -124,6 +128,8 @@ def accrue(job: TeacherJob, now: float) -> TeacherJob:
     part = "training_s" if job.running else "waiting_s"
     if job.goal is not Goal.RUN:
         part = "paused_s"
+    if restarted and part == "training_s":
+        part, progress = "waiting_s", replace(progress, absent_s=passed)
     account = replace(progress.account, **{part: getattr(progress.account, part) + passed})
     return replace(job, progress=replace(progress, account=account, accrued_at=now))
 

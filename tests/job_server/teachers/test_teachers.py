@@ -432,6 +432,21 @@ def test_after_a_restart_of_the_server_nothing_is_lost_and_nobody_is_declared_de
     assert nodes.job.running == 3
 
 
+@pytest.mark.parametrize("power", [True, False])
+def test_teachers_have_served_while_the_server_was_away_if_they_still_run(power):
+    nodes = running(2)
+    before = nodes.status.account
+    for pod_id in () if power else nodes.ids:
+        nodes.crash(pod_id, signal=9)
+    nodes.now += 3600
+    nodes.send(ServerRestarted())
+    nodes.acts(60)
+    after = nodes.status.account
+    assert nodes.job.running == 2
+    assert (after.training_s - before.training_s > 3600) == power
+    assert after.total_s == pytest.approx(nodes.now - NOW)
+
+
 def test_without_any_place_it_waits_and_says_why():
     nodes = Nodes(teachers.new_job(spec(), NOW))
     nodes.names = ()

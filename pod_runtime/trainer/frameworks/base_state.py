@@ -185,18 +185,26 @@ class BaseState(ABC):
         self._committed_traits = self._traits.changed()
         self._open_step.begin(of_epoch=of_epoch)
 
-    def note_open_step(self, *, before_shards: bool, amid_epoch: bool) -> None:
+    def note_open_step(self, *, amid_epoch: bool) -> None:
         """See what the script has changed since the last commit; before an update."""
-        self._open_step.look(buffers=before_shards, amid_epoch=amid_epoch)
+        self._open_step.look(amid_epoch=amid_epoch)
 
     def changed_in_step(self) -> str:
         """Return what the script changes between a commit and the next update; "": nothing."""
-        self._open_step.look(buffers=False)
+        self._open_step.look()
         return self._open_step.changed
 
-    def _marks(self, of_buffers: bool) -> dict[str, Any]:
+    def _marks(self) -> dict[str, Any]:
+        """Return plain values that tell what tensors and objects are, by what to call them.
+
+        While no shard is computed the buffers have the step's first values.
+        """
         norm, is_tensor = self._tensor_tools.norm, self._tensor_tools.is_tensor
-        found: dict[str, Any] = {}
+        self._buffers.take_back()
+        found: dict[str, Any] = {
+            f"{name.partition('/')[2]} of the model": norm(each)
+            for name, each in self._model_tensors()
+        }
         for name, thing in self._extra.items():
             for path, value in nested(name, thing).items():
                 if isinstance(value, np.ndarray):
@@ -204,10 +212,6 @@ class BaseState(ABC):
                 elif is_tensor(value):
                     value = norm(value)
                 found[f"extra={{{name!r}: ...}}, its {path}"] = value
-        if of_buffers:
-            self._buffers.take_back()
-            buffers = enumerate(self._buffers.tensors)
-            found |= {f"buffer {index} of the model": norm(each) for index, each in buffers}
         return found
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:

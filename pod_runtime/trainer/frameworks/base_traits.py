@@ -46,7 +46,12 @@ class BaseTraits(ABC):
         self._built = self._read()
         # Most owners never change, and that is seen at once.
         self._quick = {
-            owner: (len(attributes(self._things[owner])), tuple(values), tuple(values.values()))
+            owner: (
+                len(attributes(self._things[owner])),
+                tuple(values),
+                tuple(map(type, values.values())),
+                tuple(values.values()),
+            )
             for owner, values in self._built.items()
             if not owner.startswith("parameter/")
         }
@@ -138,9 +143,15 @@ class BaseTraits(ABC):
         quick = self._quick.get(owner)
         if quick is None or self._evaluates is not None:
             return False
-        count, names, values = quick
+        count, names, types, values = quick
         now = attributes(thing)
-        return len(now) == count and tuple(map(now.get, names)) == values
+        if len(now) != count:
+            return False
+        found = tuple(map(now.get, names))
+        try:
+            return tuple(map(type, found)) == types and found == values
+        except (ValueError, RuntimeError):  # there are arrays in a list now
+            return False
 
     def _counts(self, owner: str, name: str) -> bool:
         """Whether a state carries this attribute."""

@@ -16,6 +16,7 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script
 
 _DICTS = frozenset((dict, OrderedDict))
+_LISTS = frozenset((list, tuple))
 _DEEPEST = 4  # objects within an object of `extra=` that are looked through
 _ALWAYS = 4  # looks of a process that may take as long as they do
 _SHARE = 500  # of the time that passes, later looks take one part
@@ -35,6 +36,7 @@ class Beside:
         *,
         address: Callable[[Any], int | None],
         norm: Callable[[Any], float],
+        is_trained: Callable[[Any], bool],
         checks: Mapping[type, Callable[[Any], None]] | None = None,
     ) -> None:
         """
@@ -43,12 +45,13 @@ class Beside:
             model_type: what models are, with `named_parameters` and the like.
             address: returns where a tensor's values are; None: it is no tensor, or has none.
             norm: returns the sum of a tensor's absolute values.
+            is_trained: whether a parameter is.
             checks: by their type, of other objects of the process, also of types derived from it;
                 they raise UsageError.
         """
         self._checks = checks or {}
         self._models, self._extra, self._model_type = models, extra, model_type
-        self._address, self._norm = address, norm
+        self._address, self._norm, self._is_trained = address, norm, is_trained
         # By id: a reference that tells whether it is still the same, and marks of its tensors.
         self._seen: dict[int, tuple[Callable[[], Any] | None, dict[str, float]]] = {}
         self._looks = 0
@@ -95,7 +98,7 @@ class Beside:
                 moved = [
                     name for name in marks if differ(before.get(name, marks[name]), marks[name])
                 ]
-                if moved and not (isinstance(thing, list) and self._is_of_framework(thing)):
+                if moved and not (type(thing) in _LISTS and self._is_of_framework(thing)):
                     found.append(f"{moved[0]} of {_words(thing)}")
             now[id(thing)] = reference, marks
         self._seen = now
@@ -145,17 +148,21 @@ class Beside:
         lists = [
             each
             for each in (objects if sizes else ())
-            if type(each) is list and len(each) in sizes and self._address(each[0]) is not None
+            if type(each) in _LISTS and len(each) in sizes and self._address(each[0]) is not None
         ]
         return models, list(dicts.values()), lists
 
     def _shapes(self) -> Iterator[list[list[int]]]:
-        """Yield what a list may hold of a model: all parameters, the trained ones, all tensors."""
+        """Yield shapes of what a list may hold of a model, whatever its order.
+
+        All parameters, the trained ones, or all tensors.
+        """
         for model in self._models:
             of_all = list(model.parameters())
-            trained = [each for each in of_all if each.requires_grad]
+            trained = [each for each in of_all if self._is_trained(each)]
             for tensors in (of_all, trained, [*of_all, *model.buffers()]):
-                yield [list(each.shape) for each in tensors]
+                if tensors:
+                    yield sorted(list(each.shape) for each in tensors)
 
     def _of_models(self, models: list[Any], known: set[int]) -> Iterator[Found]:
         inner = {id(child) for model in models for child in model.children()}
@@ -182,7 +189,7 @@ class Beside:
     ) -> Iterator[Found]:
         for each in lists:
             if all(self._is_other(value, known) for value in each) and (
-                [list(value.shape) for value in each] in shapes
+                sorted(list(value.shape) for value in each) in shapes
             ):
                 # Lists are made anew where tensors are: what counts is whether these stay.
                 yield each, dict(enumerate(each)), weakref.ref(each[0])
@@ -226,8 +233,8 @@ class Beside:
 
 def _words(thing: Any) -> str:
     """Return what to call it."""
-    if isinstance(thing, list):
-        return "a copy beside the loop's model (a list)"
+    if type(thing) in _LISTS:
+        return f"a copy beside the loop's model (a {type(thing).__name__})"
     if type(thing) not in _DICTS:
         return f"a model beside the loop's ({type(thing).__name__})"
     for holder in gc.get_referrers(thing):

@@ -99,7 +99,7 @@ class FrameworkState(Protocol):
         set them for that; whoever goes on from there runs these lines again.
         """
 
-    def note_open_step(self, *, before_shards: bool, amid_epoch: bool) -> None:
+    def note_open_step(self, *, amid_epoch: bool) -> None:
         """See what else the script has changed since the last commit; before an update.
 
         Args:

@@ -23,11 +23,8 @@ class OpenStep:
     on.
     """
 
-    def __init__(self, marks: Callable[[bool], dict[str, Any]]) -> None:
-        """`marks` returns plain values that tell what is there, by what to call it.
-
-        Its argument says whether those of the model's buffers are among them.
-        """
+    def __init__(self, marks: Callable[[], dict[str, Any]]) -> None:
+        """`marks` returns plain values that tell what is there, by what to call it."""
         self._marks = marks
         self._committed: dict[str, Any] | None = None  # None: this commit was not looked at
         self._looks = 0
@@ -46,16 +43,16 @@ class OpenStep:
         if self._always:
             return
         if of_epoch or self._looks < _ALWAYS or began_at >= self._due_at:
-            self._committed = self._marks(True)
+            self._committed = self._marks()
             self._looks += 1
             ended_at = time.monotonic()
             self._due_at = ended_at + 3 * _SHARE * (ended_at - began_at)  # two more follow
 
-    def look(self, *, buffers: bool, amid_epoch: bool = False) -> None:
-        """See what the script has changed since. `buffers`: the model's too; no shard has begun."""
+    def look(self, *, amid_epoch: bool = False) -> None:
+        """See what the script has changed since; no shard is being computed."""
         if self._committed is None:
             return
-        for name, each in self._marks(buffers).items():
+        for name, each in self._marks().items():
             if name not in self._committed or differ(self._committed[name], each):
                 self._committed, self._now = None, name
                 if amid_epoch:

@@ -34,6 +34,8 @@ def as_json(value: Any) -> Any:
     """Return a plain value without numbers of numpy; a list is a copy."""
     if isinstance(value, list | tuple):
         return type(value)(map(as_json, value))
+    if isinstance(value, np.floating):
+        return float(value)  # `item()` leaves some as they are
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -256,10 +256,10 @@ class Loop:
             self._changes.state_loaded(steps.cursor)
             if self._epoch is not None:
                 self._changes.state_loaded_in_body(steps.cursor)
-                if self._open_step is None:
+                if not self._has_come_to_steps:
                     self._changes.body_goes_on()
-                    if not self._changes.has_drawn:
-                        self._seed_outside_of_steps(0)
+                if self._open_step is None and not self._changes.has_drawn:
+                    self._seed_outside_of_steps(0)
             if not (self._is_warming_up or self._changes.is_pending):
                 self._joiner.settled()
             if self._epoch is not None:

@@ -63,10 +63,10 @@ class ScriptChanges:
         cursor = self._enter()
         if cursor.step or not cursor.global_step:
             logger.warning(
-                "epoch %d, step %d: the script reads the model above the epoch's steps. Trainers "
-                "may start amid an epoch, with the model of then: what the steps need of the "
-                "epoch's start (a frozen copy, labels) belongs in extra={...}, and is made where "
-                "epoch.first_step is 0",
+                "epoch %d, step %d: the script takes tensors of the model above the epoch's steps. "
+                "If the steps need values from there (a frozen copy, labels): trainers may start "
+                "amid an epoch, with the model of then; such values belong in extra={...}, and are "
+                "made where epoch.first_step is 0",
                 cursor.epoch,
                 cursor.step,
             )

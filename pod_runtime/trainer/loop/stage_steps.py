@@ -290,17 +290,16 @@ class TrainingStep(Step):
 
     def _begin(self) -> None:
         if not self._is_begun:
-            self._note_open(before_shards=True)
+            self._note_open()
         super()._begin()
 
-    def _note_open(self, *, before_shards: bool) -> None:
-        state, amid_epoch = self._framework.state, self._cursor.step > 0
-        state.note_open_step(before_shards=before_shards, amid_epoch=amid_epoch)
+    def _note_open(self) -> None:
+        self._framework.state.note_open_step(amid_epoch=self._cursor.step > 0)
 
     def _finish(self, of: tuple[int, ...]) -> Any:
         stage = self._steps.stage
         if not self.is_updated:
-            self._note_open(before_shards=False)
+            self._note_open()
         try:
             if self.result is None:
                 self.result = stage.member.exchange(

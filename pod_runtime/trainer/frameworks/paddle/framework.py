@@ -90,6 +90,7 @@ def paddle_framework(
             nn.Layer,
             address=address,
             norm=norm,
+            is_trained=lambda each: not each.stop_gradient,
             checks={paddle.incubate.ModelAverage: lambda each: check_average(each, model)},
         ),
         step=step,

@@ -1,5 +1,6 @@
 """Refuse what would go wrong silently: arguments, schedulers, and gradients that were touched."""
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -185,6 +186,7 @@ class SchedulerCheck:
 
     def __init__(self, optimizer: Any, schedulers: Sequence[Any]) -> None:
         self._optimizer, self._schedulers = optimizer, schedulers
+        self._has_looked = False
         # In the warm-up of a prepared trainer a script calls scheduler.step(), and the optimizer
         # does not step: no reason to warn.
         optimizer._opt_called = True
@@ -196,9 +198,14 @@ class SchedulerCheck:
         Raises:
             UsageError: the optimizer has one, and none was passed.
         """
-        # Most schedulers leave a mark on the optimizer. ReduceLROnPlateau leaves none.
-        if not self._schedulers and getattr(self._optimizer.step, "_wrapped_by_lr_sched", False):
-            raise UsageError(_scheduler_not_passed("learning rate scheduler"))
+        # Most schedulers leave a mark on the optimizer, which stays when they are gone.
+        # ReduceLROnPlateau leaves none.
+        marked = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
+        if marked and not self._schedulers and not self._has_looked:
+            self._has_looked = True
+            for each in gc.get_objects():
+                if issubclass(type(each), torch.optim.lr_scheduler.LRScheduler):
+                    check_scheduler(each, [self._optimizer], self._schedulers)
 
 
 def check_scheduler(scheduler: Any, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:

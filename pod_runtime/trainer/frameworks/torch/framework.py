@@ -98,6 +98,7 @@ def torch_framework(
             nn.Module,
             address=address,
             norm=norm,
+            is_trained=lambda each: bool(each.requires_grad),
             checks={
                 torch.optim.lr_scheduler.LRScheduler: lambda each: check_scheduler(
                     each, optimizers, schedulers

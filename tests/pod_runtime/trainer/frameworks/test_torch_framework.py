@@ -895,14 +895,15 @@ def test_a_scheduler_that_was_not_passed_is_refused(is_late):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not is_late:
-        lr_scheduler.StepLR(optimizer, 1)
+        kept = lr_scheduler.StepLR(optimizer, 1)
         with pytest.raises(UsageError, match="pass it: Loop"):
             torch_framework(model, optimizer, header_size=HEADER)
         return
     framework = torch_framework(model, optimizer, header_size=HEADER)
-    lr_scheduler.StepLR(optimizer, 1)
+    kept = lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(UsageError, match="pass it: Loop"):
         framework.step.apply(filled_shards=1, lr_factor=1.0)
+    assert kept.optimizer is optimizer
 
 
 def begun() -> tuple[Any, Any]:

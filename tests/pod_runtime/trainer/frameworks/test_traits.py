@@ -307,6 +307,11 @@ def test_numbers_of_numpy_are_carried_and_objects_of_a_layer_are_named(framework
         "annealer of layer Annealed, an Annealer",
         "phase of layer Annealed, a Phase",
     ]
+    tensor = model.head.weight.detach()
+    model.seed, model.rates = np.zeros(3), [tensor, np.zeros(2)]
+    assert traits.changed() == {"layer/": {"rate": np.exp(-0.01)}}, "arrays are no plain values"
+    model.rate, model.seed = tensor, np.longdouble(3)
+    assert json.dumps(traits.changed()) == '{"layer/": {"seed": 3.0}}'
     other, other_traits = make()
     other_traits.apply(carried)
     assert (other.rate, other.rates, other.seed) == (np.exp(-0.01), [0.5, 1], 3)

@@ -109,15 +109,22 @@ class Shadow:
 class Shadows:
     """The same as a list, in the order of the parameters, as torch_ema has it."""
 
+    make: Callable[[Any], Any] = list
+
+    @staticmethod
+    def tensors(model: Any) -> list[Any]:
+        return list(model.parameters())
+
     def __init__(self, kit: Any, model: Any) -> None:
         self.kit = kit
-        self.shadows = [each.detach().clone() for each in model.parameters()]
+        self.shadows = self.make([each.detach().clone() for each in self.tensors(model)])
         self.newest: list[Any] = []
 
     def update(self, model: Any) -> None:
         with self.kit.no_grad():
-            for mine, new in zip(self.shadows, model.parameters(), strict=True):
-                self.kit.set(mine, 0.9 * mine + 0.1 * new.detach())
+            for mine, new in zip(self.shadows, self.tensors(model), strict=True):
+                if "int" not in str(mine.dtype):
+                    self.kit.set(mine, 0.9 * mine + 0.1 * new.detach())
         # Made anew each time: nothing goes on from it.
         self.newest = [each.detach().clone() for each in model.parameters()]
 
@@ -151,12 +158,23 @@ def train(
             after_update((epoch, step))
 
 
+class StateShadows(Shadows):
+    """All of the state, as a tuple and in another order."""
+
+    make = tuple
+
+    @staticmethod
+    def tensors(model: Any) -> list[Any]:
+        return list(reversed(model.state_dict().values()))
+
+
 @pytest.mark.parametrize(
     ("made", "named"),
     [
         (Average, r"0.weight of a model beside the loop's \(Sequential\)"),
         (Shadow, r"0.weight of a copy beside the loop's model \(Shadow.shadow\)"),
         (Shadows, r"0 of a copy beside the loop's model \(a list\)"),
+        (StateShadows, r"\d of a copy beside the loop's model \(a tuple\)"),
     ],
 )
 def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
@@ -171,6 +189,18 @@ def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
     with pytest.raises(UsageError, match=named):
         train(kit, model, after_update=update)
     assert len(steps) == 3
+
+
+def test_a_model_of_the_loop_may_be_frozen_as_a_whole(kit):
+    """As a GAN's critic is while the generator has its turn."""
+    model, frozen = kit.net(), kit.freeze(kit.net())
+    loop = elastic.Loop([model, frozen], kit.sgd(model), DATA, epochs=1, batch_size=8)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward(((model(batch) - frozen(batch)) ** 2).mean())
+            step.update()
+    assert loop.step_count == 3
 
 
 @pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer"])
@@ -195,7 +225,9 @@ def test_paddles_model_average_is_refused_by_name(passed: str):
     assert other is not None, "of other models they may be there"
 
 
-@pytest.mark.parametrize("kind", ["plateau", "second", "late", "passed", "in a sequence", "gone"])
+@pytest.mark.parametrize(
+    "kind", ["plateau", "second", "late", "passed", "in a sequence", "gone", "used before"]
+)
 def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
     torch = pytest.importorskip("torch")
     schedulers = torch.optim.lr_scheduler
@@ -209,6 +241,10 @@ def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
     if kind == "in a sequence":
         kept = [schedulers.StepLR(optimizer, 1)]
         passed = [schedulers.ChainedScheduler(kept, optimizer)]
+    if kind == "used before":  # as to find a learning rate
+        kept[0] = schedulers.StepLR(optimizer, 1)
+        optimizer.step()
+        kept.pop().step()
     if kind == "gone":
         one = kept.pop()
         one.itself, one = one, None
@@ -224,7 +260,7 @@ def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
                     kept.append(schedulers.ReduceLROnPlateau(optimizer))
                     assert loop.step_count == 3
 
-    if kind in ("passed", "in a sequence", "gone"):
+    if kind in ("passed", "in a sequence", "gone", "used before"):
         begin()
     else:
         with pytest.raises(UsageError, match="scheduler: the optimizer has a ReduceLROnPlateau"):

@@ -168,19 +168,23 @@ def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_
     assert len(set.union(*drawn)) == 3
 
 
-@pytest.mark.parametrize("step", [2, 8])  # amid the first epoch, and the second
-def test_what_an_epochs_body_reads_of_the_model_is_read_when_the_state_is_there(launch, step):
+@pytest.mark.parametrize(("step", "reads"), [(2, True), (8, True), (8, False)])
+def test_what_an_epochs_body_reads_of_the_model_is_read_when_the_state_is_there(
+    launch, step, reads
+):
     job = launch("counting.py", 2)
-    args = out(job, "--reads")
-    old, new = prepared_beside(job, *args, step=step)
-    assert "epoch 0, step 0: the script reads the model" in old.logs()
+    args = out(job, *["--reads"] * reads)
+    old, new = prepared_beside(job, *args, step=step)  # amid the first epoch, or the second
     old.cut()
     newest = 1, old.drained()
     new.commit(newest)
     finish(new)
     old.end()
     epoch, amid = divmod(newest[1], 7)
-    assert f"epoch {epoch}, step {amid}: the script reads the model" in new.logs()
+    text = "the script takes tensors of the model"
+    assert (f"epoch 0, step 0: {text}" in old.logs()) == reads
+    assert (f"epoch {epoch}, step {amid}: {text}" in new.logs()) == reads
+    assert reads or text not in new.logs()
 
 
 def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
@@ -211,7 +215,8 @@ def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch
     ("what", "named"),
     [
         ("attribute", ""),
-        ("buffer", "buffer 0 of the model"),
+        ("buffer", "tally of the model"),
+        ("parameter", "kept of the model"),
         ("extra", "extra={'tally': ...}, its steps"),
     ],
 )

@@ -35,7 +35,9 @@ parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this 
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
 parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
-parser.add_argument("--tally", choices=("buffer", "extra", "attribute"), help="steps, at their top")
+parser.add_argument(
+    "--tally", choices=("buffer", "parameter", "extra", "attribute"), help="steps, at their top"
+)
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
@@ -68,6 +70,8 @@ class Counter(paddle.nn.Layer):
             self.padding = self.create_parameter([args.padding], default_initializer=zero)
         self.steps = 0
         self.register_buffer("tally", paddle.zeros([1]))
+        self.kept = self.create_parameter([1], default_initializer=zero)
+        self.kept.stop_gradient = True
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
         return paddle.gather(self.seen, ids)
@@ -82,6 +86,8 @@ class Tally:
         model.steps += args.tally == "attribute"
         if args.tally == "buffer":
             model.tally.set_value(model.tally + 1)
+        if args.tally == "parameter":  # as an average that is a part of the model
+            model.kept.set_value(model.kept + 1)
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps if args.tally == "extra" else 0}
@@ -175,6 +181,7 @@ for epoch in loop.epochs():
         found = loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
         assert found["ids"] == sum(range(args.samples)), found
 found = {"extra": tally.steps, "attribute": model.steps, "buffer": float(model.tally.sum())}
+found["parameter"] = float(model.kept.sum())
 assert not args.tally or found[args.tally] == loop.step_count, found
 assert not args.turn or rate.last_epoch == loop.step_count, rate.last_epoch
 if loop.rank == 0:

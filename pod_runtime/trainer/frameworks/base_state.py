@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.open_step import OpenStep
@@ -76,6 +76,9 @@ class OptimizerState(Protocol):
     def note_committed(self) -> None:
         """Remember them as they are."""
 
+    def sizes(self) -> list[int]:
+        """Return how many parameters each of its groups has."""
+
     def check(self, names: Collection[str], scalars: Mapping[str, Any]) -> None:
         """Check that a state with these tensors fits. Raises StateError."""
 
@@ -113,6 +116,7 @@ class BaseState(ABC):
         self._extra = dict(extra)
         self._open_step = OpenStep(self._marks)
         self._committed_traits: Found | None = None  # None: no step was committed
+        self._sizes = [each.sizes() for each in optimizers]
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
         self._layout_key: object = None
@@ -179,7 +183,12 @@ class BaseState(ABC):
                 copy_bytes(base + spec.offset + first, tensor, first, last)
 
     def note_committed(self, *, of_epoch: bool = False) -> None:
-        """Remember what the script may change in the next step: this belongs to the last commit."""
+        """Remember what the script may change in the next step: this belongs to the last commit.
+
+        Raises:
+            UsageError: the script has given an optimizer parameters since it was passed.
+        """
+        self._check_sizes()
         for each in self._optimizers:
             each.note_committed()
         self._committed_traits = self._traits.changed()
@@ -435,6 +444,17 @@ class BaseState(ABC):
     def check_unowned(self) -> None:
         """See that these are as they were. Raises UsageError: the script has changed one."""
         self._unowned.check()
+
+    def _check_sizes(self) -> None:
+        for before, optimizer in zip(self._sizes, self._optimizers, strict=True):
+            now = optimizer.sizes()
+            if len(now) != len(before) or any(a > b for a, b in zip(now, before, strict=True)):
+                raise UsageError(
+                    f"optimizer: its groups have {now} parameters, and had {before} when the loop "
+                    f"was made: a trainer that starts later builds it without these, and could not "
+                    f"take over the state. Give the optimizer all parameters before the loop, and "
+                    f"freeze those whose turn comes later"
+                )
 
 
 def _rounded(value: Any) -> Any:

@@ -97,6 +97,9 @@ class FrameworkState(Protocol):
 
         A rank may have to put the committed state away amid the next step, where the script has
         set them for that; whoever goes on from there runs these lines again.
+
+        Raises:
+            UsageError: the script has given an optimizer parameters since it was passed.
         """
 
     def note_open_step(self, *, amid_epoch: bool) -> None:

@@ -121,6 +121,11 @@ class PaddleOptimizer:
         """Remember the scheduler's state or the learning rate as it is."""
         self._committed = own_copy(self._now())
 
+    def sizes(self) -> list[int]:
+        """Return how many parameters each of its groups has."""
+        groups = getattr(self._optimizer, "_param_groups", None) or []
+        return [len(each["params"]) if isinstance(each, dict) else 1 for each in groups]
+
     def _now(self) -> dict[str, Any]:
         scheduler = self._scheduler()
         if scheduler is None:

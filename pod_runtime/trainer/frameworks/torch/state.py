@@ -134,6 +134,10 @@ class TorchOptimizer:
         groups, schedulers = self._now()
         self._committed = groups, own_copy(schedulers)
 
+    def sizes(self) -> list[int]:
+        """Return how many parameters each of its groups has."""
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
     def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         groups = [
             {name: own_copy(value) for name, value in group.items() if name not in _NO_OPTIONS}

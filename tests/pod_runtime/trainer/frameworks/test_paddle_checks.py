@@ -183,18 +183,29 @@ def test_what_a_script_sets_by_hand_is_refused_unless_it_is_frozen():
     assert train(both, adam(one), forward=one, after=follow).step_count == 10
 
 
-def test_layers_may_be_frozen_and_unfrozen_and_given_to_the_optimizer_later():
+@pytest.mark.parametrize("given", [False, True])
+def test_layers_may_be_frozen_and_unfrozen_but_not_given_to_the_optimizer_later(given):
     one, two, both = networks()
-    optimizer = paddle.optimizer.SGD(0.01, parameters=[{"params": one.parameters()}])
+    parameters = [{"params": one.parameters()}, *([] if given else [{"params": two.parameters()}])]
+    optimizer = paddle.optimizer.SGD(0.01, parameters=parameters)
 
     def change(number: int) -> None:
         for parameter in one.parameters():
             parameter.stop_gradient = number in (2, 3)
-        if number == 5:
+        if given and number == 5:
             optimizer._add_param_group({"params": two.parameters()})
 
+    def run() -> None:
+        train(both, optimizer, forward=lambda x: two(one(x)), after=change)
+
+    if given:
+        with pytest.raises(
+            elastic.UsageError, match=r"its groups have \[2, 2\] parameters, and had \[2\]"
+        ):
+            run()
+        return
     kept = two.weight.numpy()
-    train(both, optimizer, forward=lambda x: two(one(x)), after=change)
+    run()
     assert not (two.weight.numpy() == kept).all()
 
 

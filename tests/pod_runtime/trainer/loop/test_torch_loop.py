@@ -439,3 +439,24 @@ def test_one_trainer_that_promises_statistics_trains_as_a_plain_loop():
         model.state_dict().items(), plain.state_dict().values(), strict=True
     ):
         assert torch.equal(ours, theirs), name
+
+
+def test_parameters_that_an_optimizer_is_given_later_are_refused_before_a_state_has_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    loop = elastic.Loop(model, optimizer, [torch.ones(2)] * 8, batch_size=4, epochs=2)
+
+    def run() -> None:
+        for epoch in loop.epochs():
+            if epoch.number == 1:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            for step in epoch:
+                for batch in step:
+                    step.backward(model(batch).mean())
+                step.update()
+
+    with pytest.raises(UsageError, match=r"groups have \[2, 2\] parameters, and had \[2\]"):
+        run()
+    assert loop.step_count == 3

@@ -21,6 +21,7 @@ import pytest
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
+from tests import warm
 from tests.distill_reader.student.conftest import reader_threads
 from tests.distill_reader.student.fake_teachers import FakeTeacher
 from tests.distill_reader.student.teacher_process import TeacherProcess
@@ -697,39 +698,41 @@ def read(given, most=99):
 )  # fmt: skip
 @pytest.mark.parametrize("given", ["lambda: loader()", "loader(persistent_workers=True)"])
 def test_a_frameworks_loader_with_workers_may_be_the_generator(
-    running, framework: str, given: str, steps: str, code: int, said: str
+    running, tmp_path: Path, framework: str, given: str, steps: str, code: int, said: str
 ):
     if framework == "paddle" and "persistent" in given:  # its own loses count after an early end
         steps = steps.replace("    assert read(given, 3) == list(range(12))\n", "")
-    out = run_loader(running, framework, f"given = {given}\n{steps}", code)
+    out = run_loader(running, tmp_path, framework, f"given = {given}\n{steps}", code)
     assert said in out
 
 
-def test_a_paddle_loader_with_workers_within_a_generator_is_named_with_the_remedy(running):
-    out = run_loader(running, "paddle", "read(batches)", 1)
+def test_a_paddle_loader_with_workers_within_a_generator_is_named_with_the_remedy(
+    running, tmp_path: Path
+):
+    out = run_loader(running, tmp_path, "paddle", "read(batches)", 1)
     assert "ReaderError" in out
     assert "DataLoader of Paddle with workers: these are started by the main thread" in out
 
 
-def run_loader(teachers: list[TeacherProcess], framework: str, steps: str, code: int) -> str:
+def run_loader(
+    teachers: list[TeacherProcess], folder: Path, framework: str, steps: str, code: int
+) -> str:
     """Run a program of LOADS and `steps`, which must end by itself; return what it writes."""
     pytest.importorskip(framework)
     module = {"paddle": "paddle.io", "torch": "torch.utils.data"}[framework]
     loads = LOADS.replace("TEACHERS", repr([teacher.endpoint for teacher in teachers]))
-    script = f"from {module} import Dataset, DataLoader\n{loads}{steps}\n"
-    program = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, _ = program.communicate(timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)  # its workers, too
-        program.wait()
-    assert program.returncode == code, out
-    return out
+    script = folder / "loads.py"
+    script.write_text(f"from {module} import Dataset, DataLoader\n{loads}{steps}\n")
+    with (folder / "out").open("w+") as out:
+        program = warm.start([str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}, out.fileno())
+        try:
+            ended = program.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # its workers, too
+    said = (folder / "out").read_text()
+    assert ended == code, said
+    return said
 
 
 def test_control_c_ends_a_program_that_waits_for_its_teachers(running, tmp_path: Path):

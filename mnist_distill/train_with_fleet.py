@@ -170,7 +170,7 @@ def main() -> int:
             finish(trainer, accuracy)
     except (OptionError, DataError, DistillError, elastic.ElasticError) as error:
         print(f"train_with_fleet.py: {error}", file=sys.stderr)  # they say what to change
-        return 2 if isinstance(error, OptionError) else 1
+        return 2 if isinstance(error, OptionError | elastic.UsageError) else 1
     return 0
 
 

@@ -150,7 +150,7 @@ def main() -> int:
         train(options)
     except (DataError, DistillError, elastic.ElasticError) as error:  # they say what to change
         print(f"train_student.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, elastic.UsageError) else 1
     return 0
 
 

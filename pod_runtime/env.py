@@ -15,6 +15,7 @@ from typing import Self
 from job_server.api.wire import Order, PlanPod, SlotKind, StagePlan, Way
 
 POD_ID = "EDL_POD_ID"
+POD_FOLDER = "EDL_POD_FOLDER"
 RUN_MARKER = "EDL_RUN_MARKER"
 CHANNEL = "EDL_CHANNEL"
 RUNNING_ENV = "PADDLE_EDL"
@@ -38,8 +39,8 @@ _SECRETS = frozenset({"EDL_TOKEN", "EDL_TOKEN_FILE"})
 # send a trainer to the wrong group.
 _OF_A_POD = frozenset(
     {
-        "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
-        "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
+        "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, POD_FOLDER,
+        RUN_MARKER, "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
         "EDL_MAX_TRAINERS", "EDL_GRACE_S", SUBMITTED_AT, "EDL_SERVICE", "EDL_ADDR", "EDL_PORT",
         "EDL_PORTS", JOB_ARGS, TASK_TOKEN,
         *_SECRETS,

@@ -274,7 +274,7 @@ def main() -> int:
         elastic.ElasticError,
     ) as error:  # they say what to change
         print(f"train_with_fleet.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, OptionError) else 1
+        return 2 if isinstance(error, OptionError | elastic.UsageError) else 1
     return 0
 
 

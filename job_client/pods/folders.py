@@ -155,7 +155,7 @@ def make_folder(
     """Make the pod's folder, and check that the script exists.
 
     Args:
-        env: of the package script; it also gets EDL_POD_FOLDER, the folder that it must make.
+        env: of the package script.
         log: takes the package script's output.
         cancel: once set, a running package script is ended.
 
@@ -189,7 +189,7 @@ def _run_package(
             process = subprocess.Popen(
                 command,
                 cwd=recipe.package_dir,
-                env={**env, "EDL_POD_FOLDER": str(recipe.folder)},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -367,7 +367,7 @@ class PodSupervisor:
             if obstacle:
                 raise PodStartError(obstacle)
         recipe = folders.recipe_for(self._context.config, spec)
-        environment = self._environment()
+        environment = {**self._environment(), env.POD_FOLDER: str(recipe.folder)}
         log = self.folder / "log"
         if recipe.package_sh is not None and not self._begins():
             return

@@ -77,7 +77,8 @@ def test_1_2_3_trainers_that_hang_are_said_and_killed_and_their_jobs_go_on(
         folders.wait_step(name, folders.of(name).step)
         status = folders.of(name)
         assert status.account.hung_s > 1
-        assert status.stage == (1 if name == "says" else 2)
+        # More where the machine is so busy that a start looks like a hang.
+        assert (status.stage == 1) == (name == "says")
         wait_until(functools.partial(has_no_warnings, folders, name), what="its hang is over")
 
 

@@ -74,6 +74,7 @@ def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
     expected = {
         "EDL_POD_ID=pod_0_0", "EDL_SLOTS=1,2", "EDL_SLOT_KIND=cpu", "EDL_MAX_TRAINERS=8",
         "EDL_GRACE_S=5", "PADDLE_JOB_ID=job", "PADDLE_POD_ID=pod_0_0",
+        f"EDL_POD_FOLDER={tmp_path}/pods/pod_0_0",
         f"EDL_POD_DIR={tmp_path}/log/pods/pod_0_0", "PADDLE_JOBSERVER=http://127.0.0.1:8180",
     }  # fmt: skip
     assert expected <= set(log)

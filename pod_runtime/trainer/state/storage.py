@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from pod_runtime.env import POD_ID
+from pod_runtime.env import POD_FOLDER
 from pod_runtime.trainer.errors import CheckpointError, UsageError
 
 Chunk = bytes | memoryview
@@ -28,13 +28,12 @@ def check_outlives_pod(path: str | os.PathLike[str], environ: Mapping[str, str])
     Raises:
         UsageError: it is there.
     """
-    text, here = os.fspath(path), Path.cwd()
-    is_own = here.name == environ.get(POD_ID) and "://" not in text
-    if is_own and Path(os.path.normpath(here / text)).is_relative_to(here):
+    text, folder = os.fspath(path), environ.get(POD_FOLDER)
+    if folder and "://" not in text and Path(os.path.abspath(text)).is_relative_to(folder):
         raise UsageError(
-            f"checkpoint: {text} is in {here}, the folder of this pod alone: pods that come later "
-            f"have others, and would begin the training anew. Give an absolute path that all pods "
-            f"of the job share"
+            f"checkpoint: {text} is in {folder}, the folder of this pod alone: pods that come "
+            f"later have others, and would begin the training anew. Give an absolute path that "
+            f"all pods of the job share"
         )
 
 

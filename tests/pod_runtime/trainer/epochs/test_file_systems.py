@@ -380,15 +380,15 @@ def test_a_scheme_that_nothing_understands_is_refused():
         ("memory://checkpoint", False),
     ],
 )
-@pytest.mark.parametrize("place", ["pod_0_0", "where edl run was started"])
+@pytest.mark.parametrize("is_own", [False, True], ids=["as edl run has it", "of the pod"])
 def test_checkpoints_do_not_go_to_the_folder_of_one_pod(
-    tmp_path, monkeypatch, path, is_refused, place
+    tmp_path, monkeypatch, path, is_refused, is_own
 ):
-    here = tmp_path / place
+    here = tmp_path / "pod_0_0"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setenv("EDL_POD_ID", "pod_0_0")
-    if is_refused and place == "pod_0_0":
+    monkeypatch.setenv("EDL_POD_FOLDER", str(here if is_own else tmp_path / "pods" / "pod_0_0"))
+    if is_refused and is_own:
         with pytest.raises(UsageError, match=r"checkpoint: .* is in .*pod_0_0, .* absolute path"):
             storage_for(path.format(here=here))
     else:

@@ -142,7 +142,7 @@ def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
 def test_a_training_does_not_begin_whose_checkpoints_no_later_pod_would_find(tmp_path, monkeypatch):
     (tmp_path / "pod_3_0").mkdir()
     monkeypatch.chdir(tmp_path / "pod_3_0")
-    monkeypatch.setenv("EDL_POD_ID", "pod_3_0")
+    monkeypatch.setenv("EDL_POD_FOLDER", str(tmp_path / "pod_3_0"))
     with pytest.raises(elastic.UsageError, match=r"checkpoint: out is in .*, the folder of this"):
         make(checkpoint="out")
 

@@ -20,7 +20,7 @@ from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.open_step import OpenStep
-from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
+from pod_runtime.trainer.frameworks.plain_values import differ, nested, unflatten
 from pod_runtime.trainer.frameworks.reads import Reads
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, missing_and_surplus
@@ -60,6 +60,7 @@ class OptimizerState(Protocol):
     """The state of one optimizer."""
 
     kind: str  # name of its type
+    built: dict[str, Any]  # options as the script has built them, by what to call them; JSON types
 
     def owns(self, parameter: str) -> bool:
         """Whether the optimizer has this one of the model's parameters."""
@@ -116,6 +117,7 @@ class BaseState(ABC):
         self._extra = dict(extra)
         self._open_step = OpenStep(self._marks)
         self._committed_traits: Found | None = None  # None: no step was committed
+        self._edits: list[str] = []  # that were said
         self._sizes = [each.sizes() for each in optimizers]
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
@@ -313,6 +315,7 @@ class BaseState(ABC):
         self._load_extra(by_group["extra"], source, scalars.get("extra", {}), arrays)
         for optimizer, _specs, plain in self._parts({}, scalars):
             optimizer.load_plain(plain)
+            self._say_edits(optimizer.built, plain.get("built", {}))
         self.note_committed()
         self._unowned.forget()
         if "traits" not in scalars:  # a state of an older version
@@ -322,6 +325,21 @@ class BaseState(ABC):
             logger.warning(
                 "the state has options of %s, which this script's model and optimizer do not have",
                 ", ".join(lost),
+            )
+
+    def _say_edits(self, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        """Say which options this script builds otherwise than the one that has made a state."""
+        edits = [
+            f"{name} {now[name]} (before: {value})"
+            for name, value in before.items()
+            if name in now and differ(now[name], value)
+        ]
+        if edits and edits != self._edits:
+            self._edits = edits
+            logger.warning(
+                "this script has other options than the training was begun with: %s. It goes on "
+                "with its own, which are part of its state; set others in the body of an epoch",
+                ", ".join(edits),
             )
 
     def _parts(

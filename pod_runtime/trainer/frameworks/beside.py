@@ -16,7 +16,6 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script
 
 _DICTS = frozenset((dict, OrderedDict))
-_LISTS = frozenset((list, tuple))
 _DEEPEST = 4  # objects within an object of `extra=` that are looked through
 _ALWAYS = 4  # looks of a process that may take as long as they do
 _SHARE = 500  # of the time that passes, later looks take one part
@@ -98,7 +97,7 @@ class Beside:
                 moved = [
                     name for name in marks if differ(before.get(name, marks[name]), marks[name])
                 ]
-                if moved and not (type(thing) in _LISTS and self._is_of_framework(thing)):
+                if moved and not (type(thing) is list and self._is_of_framework(thing)):
                     found.append(f"{moved[0]} of {_words(thing)}")
             now[id(thing)] = reference, marks
         self._seen = now
@@ -145,11 +144,7 @@ class Beside:
             for each in gc.get_referents(holder):
                 if type(each) in _DICTS and any(key in each for key in keys):
                     dicts[id(each)] = each
-        lists = [
-            each
-            for each in (objects if sizes else ())
-            if type(each) in _LISTS and len(each) in sizes and self._address(each[0]) is not None
-        ]
+        lists = [each for each in objects if type(each) is list and len(each) in sizes]
         return models, list(dicts.values()), lists
 
     def _shapes(self) -> Iterator[list[list[int]]]:
@@ -188,11 +183,15 @@ class Beside:
         self, lists: list[Any], shapes: Sequence[list[list[int]]], known: set[int]
     ) -> Iterator[Found]:
         for each in lists:
-            if all(self._is_other(value, known) for value in each) and (
-                sorted(list(value.shape) for value in each) in shapes
+            # Not by index: another thread may be about to make this list, and has not filled it.
+            tensors = gc.get_referents(each)[::-1]
+            if (
+                len(tensors) == len(each)
+                and all(self._is_other(value, known) for value in tensors)
+                and sorted(list(value.shape) for value in tensors) in shapes
             ):
                 # Lists are made anew where tensors are: what counts is whether these stay.
-                yield each, dict(enumerate(each)), weakref.ref(each[0])
+                yield each, dict(enumerate(tensors)), weakref.ref(tensors[0])
 
     def _is_of_framework(self, thing: Any) -> bool:
         """Whether a list is the framework's, or ours: of gradients, and views of them."""
@@ -233,8 +232,8 @@ class Beside:
 
 def _words(thing: Any) -> str:
     """Return what to call it."""
-    if type(thing) in _LISTS:
-        return f"a copy beside the loop's model (a {type(thing).__name__})"
+    if type(thing) is list:
+        return "a copy beside the loop's model (a list)"
     if type(thing) not in _DICTS:
         return f"a model beside the loop's ({type(thing).__name__})"
     for holder in gc.get_referrers(thing):

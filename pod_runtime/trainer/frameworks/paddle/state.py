@@ -97,6 +97,10 @@ class PaddleOptimizer:
                     f"all layers that are trained into one paddle.nn.Layer and pass that"
                 )
 
+        # Of a scheduler a state holds how far it has come, and no options.
+        rate = self._now()
+        self.built: dict[str, Any] = rate if "lr" in rate else {}
+
     def owns(self, parameter: str) -> bool:
         """Whether the optimizer has this one of the model's parameters."""
         mine = optimizer_parameters(self._optimizer)
@@ -135,7 +139,7 @@ class PaddleOptimizer:
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the scheduler's state or the learning rate, as JSON types."""
         found = (self._committed if committed else None) or self._now()
-        return {"optimizer": self.kind} | {
+        return {"optimizer": self.kind, "built": self.built} | {
             name: to_plain(name, value) for name, value in found.items()
         }
 

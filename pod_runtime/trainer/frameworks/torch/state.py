@@ -102,6 +102,7 @@ class TorchOptimizer:
             UsageError: it has a parameter that the model does not have.
         """
         self.kind = type(optimizer).__name__
+        self.built: dict[str, Any] = {}
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
         # Groups and schedulers' states as they were at the last commit; None: there was none.
@@ -115,6 +116,17 @@ class TorchOptimizer:
                         f"the model's; put all layers that are trained into one torch.nn.Module "
                         f"and pass that"
                     )
+
+        plain = self.scalars()
+        self.built = {
+            f"{whose}{name}": value
+            for whose, options in (
+                *((f"group {i}: " if i else "", group) for i, group in enumerate(plain["groups"])),
+                *((f"{type(each).__name__}: ", state)
+                  for each, state in zip(self._schedulers, plain["schedulers"], strict=True)),
+            )
+            for name, value in options.items()
+        }  # fmt: skip
 
     def owns(self, parameter: str) -> bool:
         """Whether the optimizer has this one of the model's parameters."""
@@ -150,6 +162,7 @@ class TorchOptimizer:
         groups, schedulers = (self._committed if committed else None) or self._now()
         return {
             "optimizer": self.kind,
+            "built": self.built,
             "groups": [_plain_options(group) for group in groups],
             "optimizer_numbers": self._numbers(),
             "schedulers": [

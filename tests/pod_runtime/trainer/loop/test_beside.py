@@ -109,15 +109,13 @@ class Shadow:
 class Shadows:
     """The same as a list, in the order of the parameters, as torch_ema has it."""
 
-    make: Callable[[Any], Any] = list
-
     @staticmethod
     def tensors(model: Any) -> list[Any]:
         return list(model.parameters())
 
     def __init__(self, kit: Any, model: Any) -> None:
         self.kit = kit
-        self.shadows = self.make([each.detach().clone() for each in self.tensors(model)])
+        self.shadows = [each.detach().clone() for each in self.tensors(model)]
         self.newest: list[Any] = []
 
     def update(self, model: Any) -> None:
@@ -159,9 +157,7 @@ def train(
 
 
 class StateShadows(Shadows):
-    """All of the state, as a tuple and in another order."""
-
-    make = tuple
+    """All of the state, in another order."""
 
     @staticmethod
     def tensors(model: Any) -> list[Any]:
@@ -174,7 +170,7 @@ class StateShadows(Shadows):
         (Average, r"0.weight of a model beside the loop's \(Sequential\)"),
         (Shadow, r"0.weight of a copy beside the loop's model \(Shadow.shadow\)"),
         (Shadows, r"0 of a copy beside the loop's model \(a list\)"),
-        (StateShadows, r"\d of a copy beside the loop's model \(a tuple\)"),
+        (StateShadows, r"\d of a copy beside the loop's model \(a list\)"),
     ],
 )
 def test_an_average_that_was_not_passed_is_refused_at_once(kit, made, named):
@@ -408,3 +404,34 @@ def test_buffers_that_move_as_a_whole_are_not(kit):
         model.seen[:] = model.seen + 1
 
     train(kit, model, shards=2, after_shard=move)
+
+
+def test_options_that_are_edited_before_a_training_goes_on_are_told(kit, tmp_path, caplog):
+    """They are part of the state; the log says so, once."""
+
+    def run(epochs: int, rate: float) -> float:
+        model = kit.net()
+        optimizer = kit.sgd(model)
+        if isinstance(kit, Torch):
+            optimizer.param_groups[0].update(lr=rate, weight_decay=1 - rate)
+        else:
+            optimizer.set_lr(rate)
+        loop = elastic.Loop(
+            model, optimizer, DATA, epochs=epochs, batch_size=8, checkpoint=tmp_path
+        )
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+        if isinstance(kit, Torch):
+            return float(optimizer.param_groups[0]["lr"])
+        return float(optimizer.get_lr())
+
+    with caplog.at_level(logging.WARNING):
+        run(1, 0.5)
+        run(2, 0.5)
+        assert "other options" not in caplog.text
+        assert run(3, 0.25) == 0.5
+        assert caplog.text.count("has other options than the training was begun with: lr 0.25") == 1
+        assert ("weight_decay 0.75 (before: 0.5)" in caplog.text) == isinstance(kit, Torch)

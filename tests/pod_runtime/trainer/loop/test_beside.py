@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,25 @@ def test_an_average_that_was_passed_is_not(kit):
         shadows.update(model)
 
     train(kit, model, after_update=update, extra=extra)
+
+
+def test_what_another_thread_is_about_to_make_ends_no_training(kit):
+    """Python shows a tuple that has empty places: to read one ends the process."""
+    may_end = threading.Event()
+
+    def slowly() -> Iterator[int]:
+        may_end.wait(60)
+        yield 1
+
+    thread = threading.Thread(target=lambda: tuple(slowly()))
+    thread.start()
+    try:
+        nn = (kit.torch if isinstance(kit, Torch) else kit.paddle).nn
+        # As many parameters as such a tuple has places.
+        train(kit, nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), epochs=1)
+    finally:
+        may_end.set()
+        thread.join()
 
 
 def test_lists_of_tensors_in_extra_come_back_as_they_were(kit, tmp_path):

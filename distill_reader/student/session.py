@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
 from distill_reader.student.batches.feed import Feed
@@ -369,11 +369,14 @@ def _begun(generator: Any) -> Iterator[Any]:
     try:
         return iter(generator() if callable(generator) else generator)
     except Exception as failure:  # noqa: BLE001  raised again where the consumer gets to it
-        return map(_raise, [failure])
+        return _raising(failure)
 
 
-def _raise(failure: Exception) -> NoReturn:
-    raise failure
+def _raising(failure: Exception) -> Iterator[Any]:
+    """Raise as a generator, in which a StopIteration does not end the epoch."""
+    for each in (failure,):
+        raise each
+    yield
 
 
 def _failed(failure: BaseException) -> ReaderError:

@@ -339,8 +339,9 @@ async def register_until(
 async def _register(config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
     host, port = host_port_of(config.server)
     if host in _EVERYWHERE:
-        host = await _own_address(config.addresses, _EVERYWHERE[host])
-        config = replace(config, server=f"{bracketed(host)}:{port}")
+        own = bracketed(await _own_address(config.addresses, _EVERYWHERE[host]))
+        written = f"{bracketed(host)}:{port}"  # scheme and model stand around it
+        config = replace(config, server=config.server.replace(written, f"{own}:{port}", 1))
     await Registrar(config, is_alive).run()
 
 

@@ -240,6 +240,7 @@ class _Fields:
                 f"reader: expected {self._fields} fields as in `ins`, got {len(given)}; "
                 f"{self._see_setters()}"
             )
+        given = tuple(each if type(each) is np.ndarray else _own(each) for each in given)
         arrays = [given[position] for position in self._positions]
         for index, value in enumerate(arrays):
             if type(value) is not np.ndarray:
@@ -332,6 +333,22 @@ class _Fields:
             for position, value in enumerate(fields)
             if position not in self._positions
         )
+
+
+def _own(value: Any, deep: int = 2) -> Any:
+    """Return a field without the memory that a worker of PyTorch's DataLoader shares.
+
+    Each such tensor keeps a file open and takes a part of /dev/shm for as long as it lives, and the
+    reader reads far more of them ahead than a loader.
+    """
+    if hasattr(value, "is_shared"):
+        is_shared = value.device.type == "cpu" and value.is_shared()
+        return value.clone() if is_shared else value
+    if deep and type(value) in (list, tuple):
+        return type(value)([_own(each, deep - 1) for each in value])
+    if deep and type(value) is dict:
+        return {key: _own(each, deep - 1) for key, each in value.items()}
+    return value
 
 
 class BatchFormat(_Fields):

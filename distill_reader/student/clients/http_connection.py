@@ -171,6 +171,14 @@ class HttpClientConnection:
         if answer.status in _OUTAGES:
             self.refuse(answer)
 
+    def check_gateway(self, answer: HttpAnswer) -> None:
+        """Raise the error of an answer by which a gateway tells an outage.
+
+        A router may say 503 to each path that it does not hand on.
+        """
+        if answer.status in gateways.UNREACHED | gateways.TIMED_OUT:
+            self.refuse(answer)
+
     def _connect(self) -> None:
         self._connection.connect()
         if self._context is not None:

@@ -96,7 +96,7 @@ class ServingHttpClient:
             TeacherGone, TeacherTimeout, TeacherBusy.
         """
         answer = self._connection.request("GET", _HEALTH, timeout_s=timeout_s)
-        self._connection.check_reached(answer)
+        self._connection.check_gateway(answer)
 
     def predict(
         self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float

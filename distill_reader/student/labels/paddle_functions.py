@@ -9,6 +9,8 @@ from paddle.nn import functional
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     return paddle.to_tensor(array)
 
 

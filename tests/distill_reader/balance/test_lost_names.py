@@ -122,6 +122,20 @@ class TestATeacherThatIsToFindItsOwnAddress:
             registrar.stop()
         wait_until(lambda: not server.teachers())
 
+    def test_keeps_scheme_and_model_of_a_teacher_that_listens_everywhere(self, run):
+        server = run(LocalDiscovery)
+        config = RegistrarConfig(
+            addresses=registry_addresses(server.endpoint, "where"),
+            service="svc",
+            server="grpc://0.0.0.0:9292/resnet50",
+        )
+        registrar = RegistrarThread(config, lambda: True)
+        registrar.start()
+        try:
+            wait_until(lambda: server.teachers() == {"grpc://127.0.0.1:9292/resnet50"})
+        finally:
+            registrar.stop()
+
     @pytest.mark.parametrize("host", ["discovery..svc", f"{'x' * 64}.svc"])
     def test_says_that_it_has_no_registry_where_no_host_can_be_called_so(self, host, run, caplog):
         server = run(LocalDiscovery)

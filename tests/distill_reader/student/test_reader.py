@@ -694,6 +694,13 @@ def read(given, most=99):
         pytest.param("rest = reader.set_batch_generator(given)()\nnext(rest)\nsys.exit(7)", 7, "",
                      id="ends amid an epoch"),
         pytest.param("BROKEN = 20\nread(given)", 1, "ReaderError", id="a broken sample"),
+        pytest.param(  # far more are read ahead than files may be open
+            "import resource\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
+            "Numbers.__len__ = lambda self: 1200\n"
+            "assert read(given, 10**6) == list(range(1200))",
+            0, "", id="many small batches",
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("given", ["lambda: loader()", "loader(persistent_workers=True)"])
@@ -704,6 +711,14 @@ def test_a_frameworks_loader_with_workers_may_be_the_generator(
         steps = steps.replace("    assert read(given, 3) == list(range(12))\n", "")
     out = run_loader(running, tmp_path, framework, f"given = {given}\n{steps}", code)
     assert said in out
+
+
+def test_a_generator_that_stops_as_it_begins_is_an_error_and_no_empty_epoch(running):
+    reader = DistillReader(["image"], ["sum"])
+    reader.set_fixed_teacher([teacher.endpoint for teacher in running])
+    reader.set_batch_generator(lambda: next(iter(())))
+    with pytest.raises(ReaderError, match=r"generator failed: .*StopIteration"):
+        list(reader())
 
 
 def test_a_paddle_loader_with_workers_within_a_generator_is_named_with_the_remedy(

@@ -214,8 +214,11 @@ def test_an_outage_while_it_connects_is_not_taken_for_what_the_teacher_is(
         return answer_serving(method, asked, headers, body) if scheme == "serving" else reply
 
     endpoint = f"{scheme}://{run(HttpTeacher(answer)).endpoint}".removeprefix("://")
-    with pytest.raises(TransientFailure):
-        connect(endpoint)
+    if (scheme, status) == ("serving", 503):
+        connect(endpoint).close()  # a router may say so to each path that it does not hand on
+    else:
+        with pytest.raises(TransientFailure):
+            connect(endpoint)
     is_there = True
     client = connect(endpoint)
     check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))

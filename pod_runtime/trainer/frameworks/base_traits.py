@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 _CONTAINERS = (list, tuple, dict, set, deque)
 # Whose equality tells whether they changed.
 _VALUES = (complex, bytes, Enum, Decimal, Fraction, FunctionType, BuiltinFunctionType)
+_PARAMETER = "parameter/"  # begins the names of parameters among the owners
 _MOST, _DEEPEST = 1000, 3  # members that are looked at one by one, and containers within another
 
 
@@ -44,17 +46,12 @@ class BaseTraits(ABC):
         self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
         self._things = self._owners()
         self._built = self._read()
-        # Most owners never change, and that is seen at once.
-        self._quick = {
-            owner: (
-                len(attributes(self._things[owner])),
-                tuple(values),
-                tuple(map(type, values.values())),
-                tuple(values.values()),
-            )
-            for owner, values in self._built.items()
-            if not owner.startswith("parameter/")
+        self._sizes = {
+            owner: len(attributes(thing))
+            for owner, thing in self._things.items()
+            if not owner.startswith(_PARAMETER)
         }
+        self._look_again()
         self._structure: dict[str, Any] | None = None  # None: not noted
         self._named: set[str] = set()
 
@@ -71,6 +68,10 @@ class BaseTraits(ABC):
     @abstractmethod
     def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
         """Return an object's plain values."""
+
+    @abstractmethod
+    def _flags_of(self, parameter: Any) -> tuple[Any, ...]:
+        """Return a parameter's plain values alone, in their order."""
 
     @abstractmethod
     def _set(self, thing: Any, name: str, value: Any) -> None:
@@ -104,9 +105,8 @@ class BaseTraits(ABC):
     def changed(self) -> Found:
         """Return what differs from how it was built, as JSON types."""
         found: Found = {}
-        for owner, thing in self._things.items():
-            if self._is_as_built(owner, thing):
-                continue
+        for owner in self._suspects():
+            thing = self._things[owner]
             built = self._built.get(owner, {})
             differs = {
                 name: list(value) if isinstance(value, list | tuple) else value
@@ -119,7 +119,7 @@ class BaseTraits(ABC):
 
     def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Set all as it was built, except `changed`; return its owners that do not exist here."""
-        self._things = self._owners()
+        self._look_again()
         for owner, values in self._read().items():
             built = self._built.get(owner, {})
             for name, value in {**built, **changed.get(owner, {})}.items():
@@ -138,20 +138,41 @@ class BaseTraits(ABC):
                     found[f"{attribute} of layer {name or type(self._model).__name__}"] = value
         return found
 
-    def _is_as_built(self, owner: str, thing: Any) -> bool:
-        """Whether that is seen at once."""
-        quick = self._quick.get(owner)
-        if quick is None or self._evaluates is not None:
-            return False
-        count, names, types, values = quick
-        now = attributes(thing)
-        if len(now) != count:
-            return False
-        found = tuple(map(now.get, names))
+    def _look_again(self) -> None:
+        """Find the objects of interest, and what tells at once whether one is as it was built.
+
+        Most never change, and each step asks.
+        """
+        self._things = self._owners()
+        self._quick: list[tuple[str, dict[str, Any], int, Callable[[Any], Any], Any]] = []
+        self._flags: list[tuple[str, Any, Any]] = []  # of parameters
+        self._new: list[str] = []
+        for owner, thing in self._things.items():
+            built = self._built.get(owner)
+            if built is None:
+                self._new.append(owner)
+            elif owner.startswith(_PARAMETER):
+                self._flags.append((owner, thing, tuple(built.values())))
+            else:
+                get = itemgetter(*built) if built else _nothing
+                now = attributes(thing)
+                self._quick.append((owner, now, self._sizes[owner], get, get(built)))
+
+    def _suspects(self) -> list[str]:
+        """Return the owners that may not be as they were built."""
+        if self._evaluates is not None:
+            return list(self._things)
+        flags = self._flags_of
         try:
-            return tuple(map(type, found)) == types and found == values
-        except (ValueError, RuntimeError):  # there are arrays in a list now
-            return False
+            found = [
+                owner
+                for owner, now, size, get, values in self._quick
+                if len(now) != size or get(now) != values
+            ]
+        except (KeyError, ValueError, RuntimeError):  # one is gone, or is an array now
+            found = [owner for owner, *_ in self._quick]
+        found += [owner for owner, thing, values in self._flags if flags(thing) != values]
+        return found + self._new
 
     def _counts(self, owner: str, name: str) -> bool:
         """Whether a state carries this attribute."""
@@ -281,6 +302,10 @@ class BaseTraits(ABC):
             }
             for owner, thing in self._things.items()
         }
+
+
+def _nothing(_built: Any) -> None:
+    """Read no attribute."""
 
 
 def _article(kind: str) -> str:

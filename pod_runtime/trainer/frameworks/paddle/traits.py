@@ -20,6 +20,7 @@ _OF_OPTIMIZERS = frozenset(
      "_opti_name_list", "_param_device_map", "_param_dict", "_param_groups", "_parameter_list")
 )  # fmt: skip
 _OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
+_FLAGS = ("stop_gradient", "need_clip", "learning_rate")  # of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
 
@@ -88,7 +89,7 @@ class PaddleTraits(BaseTraits):
     # --- what no state can carry
 
     def uncarried_changes(self) -> list[str]:
-        self._things = self._owners()
+        self._look_again()
         self._note_caches()
         return super().uncarried_changes()
 
@@ -103,8 +104,9 @@ class PaddleTraits(BaseTraits):
                 for name, value in self._loose_tensors(thing)
                 if self._loose.get(owner, {}).get(name) is not value
             }
-            for owner, thing in self._things.items()
-            if owner.startswith("layer/") and not self._is_as_built(owner, thing)
+            for owner in self._suspects()
+            if owner.startswith("layer/")
+            for thing in [self._things[owner]]
         }
         self._caching = {
             owner
@@ -145,11 +147,7 @@ class PaddleTraits(BaseTraits):
     def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
         kind = owner.partition("/")[0]
         if kind == "parameter":
-            return {
-                "stop_gradient": thing.stop_gradient,
-                "need_clip": thing.need_clip,
-                "learning_rate": thing.optimize_attr.get("learning_rate"),
-            }
+            return dict(zip(_FLAGS, self._flags_of(thing), strict=True))
         skipped = self._OF_LAYERS if kind == "layer" else self._OF_OPTIMIZERS
         if kind.startswith("scheduler"):
             thing.state_keys()
@@ -162,6 +160,10 @@ class PaddleTraits(BaseTraits):
         if kind == "layer" and self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
         return found
+
+    def _flags_of(self, parameter: Any) -> tuple[Any, ...]:
+        rate = parameter.optimize_attr.get("learning_rate")
+        return parameter.stop_gradient, parameter.need_clip, rate
 
     def _read_structure(self) -> dict[str, Any]:
         found = super()._read_structure()

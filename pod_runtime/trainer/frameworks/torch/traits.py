@@ -46,13 +46,8 @@ class TorchTraits(BaseTraits):
         return super().apply(plain)
 
     def uncarried_changes(self) -> list[str]:
-        self._things = self._owners()
+        self._look_again()
         return super().uncarried_changes()
-
-    def _is_as_built(self, owner: str, thing: Any) -> bool:
-        if isinstance(thing, torch.Tensor):
-            return self._built.get(owner) == {"requires_grad": thing.requires_grad}
-        return super()._is_as_built(owner, thing)
 
     # --- modes
 
@@ -104,6 +99,9 @@ class TorchTraits(BaseTraits):
         if is_layer and self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
         return found
+
+    def _flags_of(self, parameter: Any) -> tuple[Any, ...]:
+        return (parameter.requires_grad,)
 
     def _set(self, thing: Any, name: str, value: Any) -> None:
         if isinstance(thing, torch.Tensor):

@@ -1,18 +1,16 @@
 """Write the state that shims hold as a checkpoint, in a process of its own."""
 
-import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from job_client.threads import start_thread
-from job_server.api.wire import Save, SavePhase, SaveState, WireError, decode
-from pod_runtime import env, shim_wire
+from job_server.api.wire import Save, SavePhase, SaveState
+from pod_runtime import env, save_wire, shim_wire
 
 logger = logging.getLogger(__name__)
 
@@ -89,23 +87,12 @@ class SaveAttempt:
 
     def _try(self) -> str:
         """Run one writer to its end; return how it ended."""
-        command = [sys.executable, "-m", "pod_runtime.save", "--id", str(self.order.id)]
-        command += ["--parent", str(os.getpid()), *(["--spare"] if self.order.spare else [])]
-        command += [str(folder) for folder in self._folders]
         try:
             with self._lock:
                 if self._cancelled:
                     return "was cancelled"
-                process = self._process = subprocess.Popen(
-                    command,
-                    env=self._environment,
-                    cwd="/",
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",  # a library's warning may be in any encoding
-                    start_new_session=True,  # a Ctrl-C is for the client, which decides
+                process = self._process = save_wire.start(
+                    self.order, self._folders, self._environment
                 )
         except OSError as error:
             return f"cannot be started: {error}"
@@ -113,9 +100,10 @@ class SaveAttempt:
         last_line = ""
         with process.stdout:
             for line in process.stdout:
-                try:
-                    self.state = decode(SaveState, json.loads(line))
-                except (ValueError, WireError):  # a warning, or the end of a traceback
+                state = save_wire.read_line(line)
+                if state is not None:
+                    self.state = state
+                else:
                     last_line = line.strip() or last_line
         code = process.wait()
         with self._lock:

@@ -1,15 +1,13 @@
 """Do what the job client of `edl run` can do no more: end pods, and write their newest state."""
 
 import contextlib
-import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from job_server.api.wire import SavePhase, SaveState, WireError, decode
+from job_server.api.wire import Save, SavePhase, SaveState
+from pod_runtime import save_wire
 from pod_runtime.shim_wire import ShimError, request
 
 _LOOK_EVERY_S = 0.1
@@ -56,19 +54,8 @@ def write_newest(
     """
     if not folders:
         return SaveState(id=0, phase=SavePhase.FAILED, nothing=True)
-    command = [sys.executable, "-m", "pod_runtime.save", "--parent", str(os.getpid())]
     try:
-        process = subprocess.Popen(
-            [*command, *map(str, folders)],
-            env=env,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",  # a library's warning may be in any encoding
-            start_new_session=True,  # a Ctrl-C is for this process, which decides
-        )
+        process = save_wire.start(Save(id=0), folders, env)
     except OSError as error:
         return _failed(f"its writer cannot be started: {error}")
     while True:
@@ -80,9 +67,10 @@ def write_newest(
                 process.kill()
     state, said = _failed(""), ""
     for line in output.splitlines():
-        try:
-            state = decode(SaveState, json.loads(line))
-        except (ValueError, WireError):  # a warning, or the end of a traceback
+        found = save_wire.read_line(line)
+        if found is not None:
+            state = found
+        else:
             said = line.strip() or said
     if state.phase is SavePhase.WRITING or not (state.reason or state.path):
         return _failed(f"its writer has ended with {process.returncode}: {said}")

@@ -102,7 +102,6 @@ class TorchOptimizer:
             UsageError: it has a parameter that the model does not have.
         """
         self.kind = type(optimizer).__name__
-        self.built: dict[str, Any] = {}
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
         # Groups and schedulers' states as they were at the last commit; None: there was none.
@@ -117,16 +116,13 @@ class TorchOptimizer:
                         f"and pass that"
                     )
 
-        plain = self.scalars()
-        self.built = {
-            f"{whose}{name}": value
-            for whose, options in (
-                *((f"group {i}: " if i else "", group) for i, group in enumerate(plain["groups"])),
-                *((f"{type(each).__name__}: ", state)
-                  for each, state in zip(self._schedulers, plain["schedulers"], strict=True)),
-            )
-            for name, value in options.items()
-        }  # fmt: skip
+        plain = self._plain(*self._now())
+        parts = [(f"group {i}: " if i else "", each) for i, each in enumerate(plain["groups"])]
+        kinds = [f"{type(each).__name__}: " for each in self._schedulers]
+        parts += zip(kinds, plain["schedulers"], strict=True)
+        self.built: dict[str, Any] = {
+            f"{whose}{name}": value for whose, options in parts for name, value in options.items()
+        }
 
     def owns(self, parameter: str) -> bool:
         """Whether the optimizer has this one of the model's parameters."""
@@ -159,12 +155,20 @@ class TorchOptimizer:
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return options, numbers and schedulers, as JSON types."""
-        groups, schedulers = (self._committed if committed else None) or self._now()
+        now = (self._committed if committed else None) or self._now()
         return {
             "optimizer": self.kind,
             "built": self.built,
-            "groups": [_plain_options(group) for group in groups],
             "optimizer_numbers": self._numbers(),
+            **self._plain(*now),
+        }
+
+    def _plain(
+        self, groups: list[dict[str, Any]], schedulers: list[dict[str, Any]]
+    ) -> dict[str, list[Any]]:
+        """Return groups and schedulers as JSON types."""
+        return {
+            "groups": [_plain_options(group) for group in groups],
             "schedulers": [
                 to_plain(type(each).__name__, state)
                 for each, state in zip(self._schedulers, schedulers, strict=True)

@@ -230,8 +230,11 @@ class PortProbe:
         try:
             status = await self._ask(reader, writer) if self._is_asked else 0
         except TimeoutError:
-            if self._says or self._silent + 1 < _NO_HTTP:
-                return self._is_slow() and self._says is not None
+            if self._says:
+                return self._is_slow()
+            self._silent += 1
+            if self._silent < _NO_HTTP:  # it may be loading its model: not before it is known
+                return False
             status = 0
         finally:
             writer.close()

@@ -3,13 +3,15 @@
     python benchmarks/promises.py --framework torch --model resnet18 --trainers 2 --json FILE
 
 All ways train the same network over the same data, each in processes of its own, whose blocks of
-steps take turns. Each trainer has one core. The loop's processes have a trainer's settings of the
-allocator; a `plain` loop has none, as users start it, and `plain, settings` has the same. `plain, 3
-shards` takes as many pieces as the loop, and accumulates. A figure is the ratio of blocks of the
-same round; the interval is a bootstrap over the rounds.
+steps take turns. Each trainer has one core. The loop's processes have the settings of EDL's
+trainers: of the allocator, and collections of garbage leave out what was imported. A `plain` loop
+has none, as users start it, and `plain, settings` has the same. `plain, 3 shards` takes as many
+pieces as the loop, and accumulates. A figure is the ratio of blocks of the same round; the interval
+is a bootstrap over the rounds.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -155,7 +157,7 @@ class Way:
 
     is_elastic: bool
     shards: int | None = None  # None: a trainer's share in one piece
-    settings: bool = True  # of the allocator, as EDL's trainers have them
+    settings: bool = True  # of the allocator and the collector, as EDL's trainers have them
 
     @property
     def name(self) -> str:
@@ -237,7 +239,11 @@ def train(args: argparse.Namespace, way: Way, rank: int) -> None:
     """Make blocks of steps, as many steps as each line of the standard input says."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     kind = Torch if args.framework == "torch" else Paddle
-    steps = way.steps(kind(args.model, args.batch, args.trainers))
+    parts = kind(args.model, args.batch, args.trainers)
+    if way.settings:
+        gc.collect()
+        gc.freeze()
+    steps = way.steps(parts)
     for line in sys.stdin:
         print(ANSWER, *block(steps, int(line)), flush=True)
 

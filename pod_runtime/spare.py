@@ -40,11 +40,10 @@ def main(argv: Sequence[str]) -> None:
     gc.disable()  # which would look through all that PyTorch's import makes, a tenth of its time
     preload(argv[2:-1])
     gc.enable()
+    gc.collect()
+    gc.freeze()  # no collection of a trainer looks through these objects, nor copies them in a fork
     set_priority(int(argv[1]))
     forks = can_fork()
-    if forks:
-        gc.collect()
-        gc.freeze()  # else the first collection of a fork would copy all of these objects
     with contextlib.suppress(OSError):  # the launcher did not wait, and has sent its order
         launcher.sendall(b"ready forks\n" if forks else b"ready\n")
     order = wait_for_order(launcher, launcher_pid)

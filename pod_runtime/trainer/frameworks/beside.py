@@ -16,6 +16,7 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script
 
 _DICTS = frozenset((dict, OrderedDict))
+_CONTAINERS = _DICTS | {list}
 _DEEPEST = 4  # objects within an object of `extra=` that are looked through
 _ALWAYS = 4  # looks of a process that may take as long as they do
 _SHARE = 500  # of the time that passes, later looks take one part
@@ -72,20 +73,21 @@ class Beside:
             UsageError: one of these cannot be right.
         """
         began_at = time.monotonic()
-        objects = gc.get_objects()
+        names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
+        shapes = list(self._shapes()) if copies else []
+        objects = self._objects(copies=copies)
         if self._failing_check(objects) is not None:
             objects.clear()
             gc.collect()  # it may be one that nothing but itself refers to any more
-            objects = gc.get_objects()
+            objects = self._objects(copies=copies)
             if (error := self._failing_check(objects)) is not None:
                 raise error
         found, now = [], {}
         known = self._known()
-        names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
-        shapes = list(self._shapes()) if copies else []
-        models, dicts, lists = self._find(
-            objects, {next(iter(each), None) for each in names}, set(map(len, shapes))
-        )
+        models = [each for each in objects if issubclass(type(each), self._model_type)]
+        dicts = self._dicts(objects, {next(iter(each), None) for each in names})
+        sizes = set(map(len, shapes))
+        lists = [each for each in objects if type(each) is list and len(each) in sizes]
         for thing, tensors, reference in (
             *self._of_models(models, known),
             *self._of_dicts(dicts, names, known),
@@ -106,46 +108,43 @@ class Beside:
         self._due_at = ended_at + _SHARE * (ended_at - began_at)
         return found
 
+    def _objects(self, *, copies: bool) -> list[Any]:
+        """Return the process's objects that are looked into."""
+        objects = gc.get_objects()
+        wanted = {
+            kind
+            for kind in set(map(type, objects))
+            if issubclass(kind, (self._model_type, *self._checks))
+            or (copies and (kind in _CONTAINERS or is_of_script(kind.__module__)))
+        }
+        return [each for each in objects if type(each) in wanted]
+
     def _failing_check(self, objects: list[Any]) -> UsageError | None:
         """Return what is wrong with one of these objects; None: nothing."""
-        kinds = set(map(type, objects))
         for base, check in self._checks.items():
-            checked = {kind for kind in kinds if issubclass(kind, base)}
-            for each in [each for each in objects if type(each) in checked] if checked else ():
-                try:
-                    check(each)
-                except UsageError as error:
-                    return UsageError(str(error))  # without the frames that refer to the object
+            for each in objects:
+                if issubclass(type(each), base):
+                    try:
+                        check(each)
+                    except UsageError as error:
+                        return UsageError(str(error))  # without the frames that refer to the object
         return None
 
-    def _find(
-        self, objects: list[Any], keys: Collection[Any], sizes: Collection[int]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return all models of the process, the dicts with one of these keys, and the lists of
-        tensors that have one of these sizes.
-        """
-        kinds = set(map(type, objects))
-        models_of = {kind for kind in kinds if issubclass(kind, self._model_type)}
-        holders_of = {kind for kind in kinds if keys and is_of_script(kind.__module__)}
-        models, holders, dicts = [], [vars(sys.modules["__main__"])], {}
-        wanted = models_of | holders_of | (_DICTS if keys else set())
-        for each in [each for each in objects if type(each) in wanted]:
-            kind = type(each)
-            if kind in _DICTS:
-                for key in keys:
-                    if key in each:
-                        dicts[id(each)] = each
-            elif kind in models_of:
-                models.append(each)
-            else:
-                holders.append(each)
+    def _dicts(self, objects: list[Any], keys: Collection[Any]) -> list[Any]:
+        """Return the dicts with one of these keys."""
+        if not keys:
+            return []
+        dicts = [each for each in objects if type(each) in _DICTS]
         # Python does not list dicts whose values hold no other objects: Paddle's tensors.
+        holders = [vars(sys.modules["__main__"])]
+        holders += [
+            each
+            for each in objects
+            if type(each) not in _CONTAINERS and not issubclass(type(each), self._model_type)
+        ]
         for holder in holders:
-            for each in gc.get_referents(holder):
-                if type(each) in _DICTS and any(key in each for key in keys):
-                    dicts[id(each)] = each
-        lists = [each for each in objects if type(each) is list and len(each) in sizes]
-        return models, list(dicts.values()), lists
+            dicts += [each for each in gc.get_referents(holder) if type(each) in _DICTS]
+        return list({id(each): each for each in dicts if any(key in each for key in keys)}.values())
 
     def _shapes(self) -> Iterator[list[list[int]]]:
         """Yield shapes of what a list may hold of a model, whatever its order.

@@ -96,7 +96,7 @@ def test_the_defaults_are_the_originals():
     assert (job.script.interval_s, job.script.del_pods, job.script.add_pods) == (900, 1, 1)
     (node,) = config.legacy_nodes
     assert (node.addr, len(node.slots)) == ("127.0.0.1", 8)
-    assert node.port_high < 32768
+    assert (node.port_low, node.port_high) == (20000, 20159)  # 20 of each slot
 
 
 def test_environment_names_the_job_and_the_token(files):

@@ -21,7 +21,7 @@ from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
 from pod_runtime.trainer.frameworks.torch.group import TorchGroup
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
-from pod_runtime.trainer.frameworks.torch.tensors import address, norm
+from pod_runtime.trainer.frameworks.torch.tensors import address, give_own_memory, norm
 
 
 def import_the_rest() -> None:
@@ -60,6 +60,7 @@ def torch_framework(
     model = _joined(model, models)
     first, *_others = [trained_parameters(model, each) for each in optimizers]
     device = first[0].device
+    give_own_memory(model)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     group = TorchGroup(device)

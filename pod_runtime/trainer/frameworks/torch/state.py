@@ -217,7 +217,12 @@ class TorchOptimizer:
     def load_plain(self, scalars: Mapping[str, Any]) -> None:
         """Take over options and schedulers."""
         for group, options in zip(self._optimizer.param_groups, scalars["groups"], strict=True):
-            group.update(from_plain(options))
+            for name, value in from_plain(options).items():
+                live = group.get(name)
+                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                    live.detach().fill_(value)  # the script, or another group, may hold it, too
+                else:
+                    group[name] = value
         for scheduler, state in zip(self._schedulers, scalars["schedulers"], strict=True):
             scheduler.load_state_dict(from_plain(state))
 

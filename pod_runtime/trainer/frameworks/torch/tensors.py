@@ -40,6 +40,16 @@ def of_model(model: Any) -> dict[str, Any]:
     }
 
 
+def give_own_memory(model: Any) -> None:
+    """Give each element a place of its own: several that share one cannot be written to.
+
+    A buffer is made so by `expand`.
+    """
+    for each in of_model(model).values():
+        if any(n > 1 and not stride for n, stride in zip(each.shape, each.stride(), strict=True)):
+            each.data = each.data.clone()
+
+
 def is_tensor(value: Any) -> bool:
     """Whether it is a tensor or an array."""
     return isinstance(value, torch.Tensor | np.ndarray)

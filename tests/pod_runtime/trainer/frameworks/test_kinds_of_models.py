@@ -19,8 +19,8 @@ pytestmark = [
 
 SCRIPTS = ("kinds", "kinds_torch")
 TRAINED = (
-    "frozen", "tied", "counting", "infinite", "copying", "sometimes", "normed", "reparametrized",
-    "number", "turning", "recurrent", "in_bfloat16", "compiled",
+    "frozen", "tied", "counting", "infinite", "copying", "spread", "sometimes", "normed",
+    "reparametrized", "number", "turning", "recurrent", "in_bfloat16", "compiled",
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",

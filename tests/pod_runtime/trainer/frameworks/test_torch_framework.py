@@ -784,6 +784,24 @@ def test_rates_that_are_tensors_and_lists_of_a_scheduler_are_those_of_the_last_c
     assert state.scalars(committed=True) == committed
 
 
+def test_a_rate_that_is_a_tensor_stays_the_one_that_script_and_groups_hold():
+    def made() -> Any:
+        model, rate = nn.Linear(2, 2), torch.tensor(0.1)
+        optimizer = SGD([{"params": [each]} for each in model.parameters()], lr=rate, foreach=False)
+        return rate, optimizer, torch_framework(model, optimizer, header_size=HEADER).state
+
+    _rate, before, state = made()
+    before.param_groups[0]["lr"].fill_(0.05)
+    layout = state.layout()
+    data = bytearray(layout.total_bytes)
+    state.copy_out(memoryview(data))
+    rate, optimizer, other = made()
+    other.load(layout, memoryview(data), state.scalars())
+    assert rate.item() == pytest.approx(0.05)
+    rate.fill_(0.025)
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+
+
 def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():
     training = Training("momentum")
     norm, step = training.model[1], training.framework.step

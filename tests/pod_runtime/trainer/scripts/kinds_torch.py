@@ -79,6 +79,22 @@ class Infinite(Words):
         return self.out(vectors + torch.exp(self.mask))
 
 
+class Spread(Words):
+    """Its running mean begins as one number that is seen as four."""
+
+    center: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1).expand(4))
+
+    def forward(self, ids: Any) -> Any:
+        vectors = self.words(ids)
+        if self.training:
+            self.center = 0.9 * self.center + 0.1 * vectors.detach().mean(0)
+        return self.out(vectors - self.center)
+
+
 class Sometimes(Words):
     """A layer gets a gradient in shards that have the word 3, and another one never."""
 
@@ -226,7 +242,7 @@ def without_values() -> Any:
 
 TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
-    "copying": Copying,
+    "copying": Copying, "spread": Spread,
     "sometimes": Sometimes,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number, "turning": Turning,
     "in_bfloat16": Half,

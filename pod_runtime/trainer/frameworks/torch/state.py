@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_state import BaseState
@@ -68,6 +70,10 @@ class TorchState(BaseState):
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         super().load(_plain_layout(layout), data, _plain_scalars(scalars))
+        for layer in self._model.modules():
+            for hook in layer._forward_pre_hooks.values():
+                if isinstance(hook, BasePruningMethod | WeightNorm):
+                    hook(layer, ())  # what is pruned next is found in what it has computed last
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return [(f"model/{name}", each) for name, each in of_model(self._model).items()]

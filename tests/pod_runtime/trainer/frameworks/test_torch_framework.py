@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.optim import SGD, lr_scheduler  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
@@ -782,6 +783,23 @@ def test_rates_that_are_tensors_and_lists_of_a_scheduler_are_those_of_the_last_c
     scheduler.step()
     assert state.scalars() != committed
     assert state.scalars(committed=True) == committed
+
+
+def test_what_is_pruned_after_a_restart_is_small_in_the_state_and_not_in_what_was_built():
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = prune.identity(nn.Linear(4, 4), "weight")
+        optimizer = SGD(model.parameters(), lr=0.1)
+        return model, torch_framework(model, optimizer, header_size=HEADER).state
+
+    (one, before), (other, after) = made(1), made(2)
+    layout = before.layout()
+    data = bytearray(layout.total_bytes)
+    before.copy_out(memoryview(data))
+    after.load(layout, memoryview(data), before.scalars())
+    for model in (one, other):
+        prune.l1_unstructured(model, "weight", amount=8)
+    assert torch.equal(one.weight, other.weight)
 
 
 def test_a_rate_that_is_a_tensor_stays_the_one_that_script_and_groups_hold():

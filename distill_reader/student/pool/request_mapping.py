@@ -80,8 +80,9 @@ class RequestMapping:
     def feeds(self, request: Request) -> dict[str, list[Array]]:
         """Return the arrays of each input.
 
-        As in the original, samples of another shape with as many values are reshaped. Types are
-        converted if floats lose no more than digits. The client refuses what still does not fit.
+        As in the original, samples of another shape with as many values are reshaped, but not if
+        their axes are in another order. Types are converted if floats lose no more than digits. The
+        client refuses what still does not fit.
 
         Raises:
             BadRequest: a field must not be sent like this; names it and the remedy.
@@ -199,6 +200,11 @@ class RequestMapping:
         wanted = wanted or InputEncoding(dtype=tensor.dtype, shape=tensor.shape)
         # Without any axis, an axis of open length was left out: (1,) is a text of one token.
         is_open = not wanted.shape and not self.spec.is_exact
+        if _is_transposed(shape, wanted.shape):
+            raise BadRequest(
+                f"{self.endpoint}: field {name} has samples of shape {list(shape)}, the model "
+                f"takes {list(wanted.shape)}: its axes are in another order; transpose them"
+            )
         return _conversion(np.dtype(wanted.dtype), shape if is_open else wanted.shape, dtype, shape)
 
 
@@ -212,6 +218,12 @@ def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:
     if one.version != other.version:
         return True
     return False if one.name == other.name else None
+
+
+def _is_transposed(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether axes differ in order, but for those of length 1; to reshape mixes them up."""
+    axes, wanted_axes = ([length for length in each if length != 1] for each in (shape, wanted))
+    return axes != wanted_axes and sorted(axes) == sorted(wanted_axes)
 
 
 def version_of(spec: ModelSpec) -> str:

@@ -82,6 +82,20 @@ def test_flat_samples_get_the_models_shape():
     assert array.ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("shape", [(4, 5, 3), (5, 3, 4), (1, 4, 5, 3)])
+def test_samples_whose_axes_are_in_another_order_are_refused_and_not_mixed_up(shape):
+    chw = TensorSpec(name="image", dtype="float32", shape=(3, 4, 5))
+    given = np.zeros((2, *shape), np.float32)
+    with pytest.raises(BadRequest, match=r"t:1: field image .* takes \[3, 4, 5\]: .* transpose"):
+        fed(mapping(replace(SPEC, inputs=(chw,))), given)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 1), (1, 1, 4)])
+def test_an_axis_of_length_1_may_be_anywhere(shape):
+    (array,) = fed(mapping(), np.zeros((2, *shape), np.float32))["image"]
+    assert array.shape == (2, 1, 2, 2)
+
+
 @pytest.mark.parametrize(("is_exact", "shape"), [(False, (2, 1)), (True, (2,))])
 def test_a_text_of_one_token_keeps_its_axis_where_a_prototxt_has_left_it_out(is_exact, shape):
     ids = TensorSpec(name="image", dtype="int64", shape=())

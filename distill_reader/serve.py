@@ -91,6 +91,11 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
             raise UsageError(f"{flag}: must be at least {least}, got {value}")
     max_request_bytes = args.max_request_mb << 20
     models = _models(args.model, args.name)
+    if args.register is not None and len(models) > 1:
+        raise UsageError(
+            "--register: a service has one model, and students could not tell which of these they "
+            "want: register each by `edl register --service_name NAME --server HOST:PORT/MODEL`"
+        )
     service = ServiceConfig(
         models=models,
         normalizations=_normalizations(args.normalize, [name for name, _ in models]),

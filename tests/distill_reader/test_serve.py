@@ -279,6 +279,7 @@ def test_predictors_are_per_gpu_or_on_the_cpu(folder, arguments, devices):
         (["--model", "nowhere"], "--model nowhere: there is no nowhere"),
         (["--name", "a b"], "'a b' cannot be the name of a model"),
         (["--name", "a", "--model", "."], "--name a: there are several models"),
+        (["--model", ".", "--register", "h:1"], "--register: .* `edl register .*HOST:PORT/MODEL`"),
         (["--bind", "0.0.0.0"], "--bind 0.0.0.0: .* needs a token"),
         (["--token_file", "nowhere"], "--token_file nowhere: "),
         (["--normalize", "x/image"], "--normalize x/image: name the model, as MODEL/image"),

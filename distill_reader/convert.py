@@ -70,6 +70,7 @@ def convert(
         UsageError: there are too many, too few or equal aliases, or Paddle Serving lacks a type.
     """
     files = find_model(dirname, model_filename=model_filename, params_filename=params_filename)
+    before = {} if files.config is None else {each.alias: each.name for each in files.config.feeds}
     files = replace(files, config=None)  # ignore a config that is there already
     config = config_of(read_signature(files, files.folder.name).spec)
     config = ModelConfig(
@@ -77,7 +78,11 @@ def convert(
         fetches=_with_aliases(config.fetches, fetch_alias_names, "fetch_alias_names"),
     )
     served = make_signature(read_program(files.program), config, "", str(files.program)).spec
-    used = read_folder(files.folder) if normalizations is None else normalizations
+    used = normalizations
+    if used is None:  # what the folder says calls inputs as its own config does
+        aliases = {each.name: each.alias for each in config.feeds}
+        kept = {before.get(name, name): each for name, each in read_folder(files.folder).items()}
+        used = {aliases.get(name, name): each for name, each in kept.items()}
     used = check_inputs(used, served.inputs)
     server, client = Path(serving_server), Path(serving_client)
     server.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import pytest
 
 from distill_reader.convert import convert, main, save_servable
 from distill_reader.errors import UsageError
-from distill_reader.model.normalization import Normalization
+from distill_reader.model.normalization import Normalization, read_folder
 from distill_reader.protocols.prototxt import CLIENT_FILES, SERVER_FILES, read_config
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.paddle_backend import load
@@ -128,6 +128,21 @@ def test_how_pixels_are_normalized_stays_with_the_model_and_is_part_of_its_versi
     digests = {one.spec.digest for one in (model, other, without)}
     assert len(digests) == 3
     assert all(len(digest) == 32 for digest in digests)
+
+
+def test_a_model_that_gets_other_names_keeps_how_its_pixels_are_normalized(paddle_folder, tmp_path):
+    half = Normalization(mean=(0.5,))
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    convert(
+        paddle_folder / "paddle3", first, first,
+        feed_alias_names=["pixels"], normalizations={"pixels": half},
+    )  # fmt: skip
+    convert(first, second, second, feed_alias_names=["picture"])
+    assert read_folder(second) == {"picture": half}
+    convert(second, third, third)
+    assert read_folder(third) == {"image": half}
+    convert(third, third, third, feed_alias_names=["pixels"])
+    assert read_folder(third) == {"pixels": half}
 
 
 def test_a_normalization_of_no_input_ends_the_command_with_2(paddle_folder, tmp_path, capsys):

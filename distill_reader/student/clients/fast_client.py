@@ -99,7 +99,8 @@ class FastClient:
         if size > self._welcome.max_request_bytes:
             raise RequestTooLarge(
                 f"{self.endpoint}: the request has {size} bytes, the teacher takes "
-                f"{self._welcome.max_request_bytes}: send fewer samples at once"
+                f"{self._welcome.max_request_bytes}: send fewer samples at once, or raise "
+                "its --max_request_mb"
             )
         names = list(fetch) or [tensor.name for tensor in self._spec.outputs]
         plain = [self._index_of(name) for name in names]

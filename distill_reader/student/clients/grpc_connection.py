@@ -136,7 +136,7 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
         return ProtocolMismatch(text)
     if code is statuses.RESOURCE_EXHAUSTED:
         if "larger than max" in details:
-            return RequestTooLarge(f"{text}: send fewer samples at once")
+            return RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
         return TeacherBusy(text, delay_s=0.1)
     if code is statuses.NOT_FOUND:
         return ModelNotFound(text)

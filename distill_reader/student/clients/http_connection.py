@@ -161,7 +161,7 @@ class HttpClientConnection:
         if status == 404:
             raise ModelNotFound(text)
         if status == 413:
-            raise RequestTooLarge(f"{text}: send fewer samples at once")
+            raise RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
         if 400 <= status < 500:
             raise BadRequest(text)
         raise TeacherFailed(text)

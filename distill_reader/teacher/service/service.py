@@ -317,7 +317,11 @@ class PredictorService:
             elif specs != tuple(model.spec for model in self._models_by_index):
                 # A file of the model was replaced meanwhile. Answers must not depend on which
                 # predictor computes them.
-                logger.error("%s loaded other models than those that are served", predictor)
+                logger.error(
+                    "%s loaded other models than those that are served: their files were replaced; "
+                    "start this server again to serve the new ones",
+                    predictor,
+                )
                 predictor.process.kill()
                 return
             state = self._predictors[predictor] = _PredictorState(predictor)

@@ -585,6 +585,17 @@ def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(
     service.close()
 
 
+def test_a_predictor_that_finds_another_model_in_the_folder_says_what_to_do(
+    tmp_path, children, caplog
+):
+    service = started(config(tmp_path, "sums", devices=(Device(),)))
+    (tmp_path / "shape").write_text("5")
+    children()[0].kill()
+    wait_until(lambda: "files were replaced; start this server again" in caplog.text)
+    assert not service.is_ready
+    service.close()
+
+
 def test_a_predictor_that_is_merely_idle_is_no_hung_one(folder, children):
     service = started(config(folder, "sums", predict_timeout_s=3.0, devices=(Device(),)))
     outputs(ask(service, images(1)))

@@ -8,6 +8,7 @@ A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
     sock        a unix socket: one JSON request a line, one JSON answer a line
     exit.json   `PodExit`              written once no process of the pod is left
     log         standard output and error of the pod's script
+    launcher    locked by the pod's launcher; not empty once its training is complete
 
 Requests, each `{"op": ...}`, and their answers:
 

@@ -104,6 +104,7 @@ class Exit:
     code: int
     reason: str
     stage: int
+    complete: bool = False  # the training is
 
 
 Action = (
@@ -436,5 +437,6 @@ def _exit(pod: LauncherState, going: Leaving | None) -> list[Action]:
         return [Exit(code=going.code, reason=going.reason, stage=stage)]
     newest = pod.in_force
     if newest is not None and newest.succeeded and not newest.ending:
-        return [Exit(code=0, reason="every trainer has exited with 0", stage=stage)]
+        reason = "every trainer has exited with 0"
+        return [Exit(code=0, reason=reason, stage=stage, complete=True)]
     return []

@@ -6,6 +6,7 @@ actions into system calls.
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import queue
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from job_server.api.failure_policy import OOM_KILL, UNKILLABLE
+from job_server.api.failure_policy import DO_NOT_RESTART_EXIT, OOM_KILL, UNKILLABLE
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     EXIT_REPORT_S,
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
+_CLAIM = "launcher"  # a pod's launcher holds this file's lock; not empty: its training is complete
 _LOST_WORKER = re.compile(r"worker.*(kill|exit)", re.IGNORECASE)  # of a framework's data loader
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
@@ -128,10 +130,12 @@ class Launcher:
         """Work until the pod is over; return the exit code.
 
         Raises:
-            LaunchError: there is no shim, or the server refuses this launcher.
+            LaunchError: there is no shim, the pod has had its launcher, or the server refuses this
+                one.
         """
         set_child_subreaper()
         shim = self._watch_shim()
+        claim = self._claim_pod()
         with self._signals():
             self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
             self._selector.register(self._channel, selectors.EVENT_READ, self._on_connect)
@@ -145,7 +149,12 @@ class Launcher:
                 self._pool.kill_all()
                 shim.close()
                 self._channel.close()
-        return self._finish(self._exit)
+        code = self._finish(self._exit)
+        if self._exit.complete:
+            with contextlib.suppress(OSError):  # a full disk: only a mistake goes unnoticed
+                os.write(claim, b"complete\n")
+        os.close(claim)
+        return code
 
     # --- events -------------------------------------------------------------------------------
 
@@ -670,6 +679,30 @@ class Launcher:
             ) from error
         shim.socket.settimeout(None)
         return shim
+
+    def _claim_pod(self) -> int:
+        """Make this the pod's launcher; return the descriptor that says so as long as it is open.
+
+        Another beside it would start the same ranks, from the state of the first one's training.
+        One behind it would be given nothing to do: the job would succeed without its training.
+
+        Raises:
+            LaunchError: there is one, or its training is complete.
+        """
+        claim = os.open(self._env.pod_dir / _CLAIM, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = "another launcher of this pod runs"
+        else:
+            if not os.read(claim, 1):
+                return claim
+            found = "the training of this pod is complete, and this would be a second one"
+        os.close(claim)
+        raise LaunchError(
+            f"{found}: a job is one training, so make another one a job of its own",
+            DO_NOT_RESTART_EXIT,
+        )
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -73,13 +73,15 @@ class PodUnderTest:
             ),
         )
 
-    def start(self, *args: str, script: str = str(TOY), **environ: str) -> None:
+    def start(
+        self, *args: str, script: str = str(TOY), lines: str = '"$@"; exit $?', **environ: str
+    ) -> None:
         shim = ["-m", "pod_runtime.shim", "--pod_dir", str(self.dir), "--detach", "--"]
         launch = [sys.executable, "-m", "pod_runtime.launch", "--log_dir", "log", script, *args]
         # Under a bash that stays, as in a pod's script: when the shim dies bash dies with it, and
         # the launcher lives on for long enough to clean up.
         subprocess.run(
-            [sys.executable, *shim, "bash", "-c", '"$@"; exit $?', "script", *launch],
+            [sys.executable, *shim, "bash", "-c", lines, "script", *launch],
             env={**self.env, **environ},
             cwd=self.work,
             check=True,
@@ -247,6 +249,28 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
     assert "[rank 1] hello from a toy\n" in pod.console()
     assert "hello from a toy" in pod.log(1, 1)
     wait_until(lambda: not pod.living(), what="nothing is left")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('"$@" && "$@"', "the training of this pod is complete, and this would be a second one"),
+        (
+            '"$@" & one=$!; "$@" & wait $!; code=$?; wait $one; exit $((code | $?))',
+            "another launcher of this pod runs",
+        ),
+    ],
+)
+def test_a_second_launcher_of_a_pod_is_refused_beside_the_first_and_behind_it(
+    server, make_pod, lines, said
+):
+    pod = make_pod()
+    pod.start("--steps", "100", lines=lines)
+    start_stage(server, 1, pod, way=Way.START)
+    wait_until(lambda: pod.has_exited(78), what="exit")
+    assert f"launch: {said}: a job is one training" in pod.console()
+    (exited,) = server.told(ReportKind.EXITED)
+    assert (exited.code, len(server.told(ReportKind.STARTED))) == (0, 1)
 
 
 def test_a_change_by_drain_parks_ends_and_starts_again_from_the_snapshot(server, make_pod):

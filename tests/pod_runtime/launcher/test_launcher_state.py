@@ -627,7 +627,7 @@ def test_when_all_have_exited_with_0_so_does_the_launcher():
     assert kinds(pod.say(0, Done(step=20))) == [ReportKind.DONE]
     assert pod.die(1, 0) == []
     assert of(pod.die(0, 0), Exit) == [
-        Exit(code=0, reason="every trainer has exited with 0", stage=1)
+        Exit(code=0, reason="every trainer has exited with 0", stage=1, complete=True)
     ]
 
 

@@ -151,8 +151,9 @@ class TaskQueue:
         A pass is over for its readers when all tasks are read. One that a reader leaves behind
         then, as it dies before it has used it, comes first in the next pass. A reader that leaves
         passes early gets ahead of the others: it reads what is left of the present one, for nobody
-        else may be there to do so. Readers without passes wait for nobody: those of a training wait
-        for each other already.
+        else may be there to do so. A new queue begins with the pass that is asked for first: a job
+        that was submitted anew may go on at a later epoch. Readers without passes wait for nobody:
+        those of a training wait for each other already.
         """
         self._expire(now)
         self._take_from_predecessor(asked)
@@ -164,6 +165,10 @@ class TaskQueue:
         else:
             if asked.pass_number < self.pass_number:
                 return Lease(over=True)
+            if asked.pass_number and not self.pass_number and not self._tasks:
+                self._waiting.clear()
+                self._counts.clear()
+                self._begin_pass(asked.pass_number)
             if not self._waiting and not self._reading:
                 if asked.pass_number == self.pass_number:
                     return self._over()

@@ -46,6 +46,27 @@ def test_a_task_that_was_taken_away_is_not_said_to_be_done(server, tmp_path, cap
     records.close()
 
 
+def test_a_job_that_is_submitted_anew_reads_all_again_and_one_that_restarts_does_not(
+    server, tmp_path, monkeypatch, caplog
+):
+    write_shards(([number] for number in range(20)), tmp_path, "numbers", 10)
+    monkeypatch.setenv("PADDLE_JOB_ID", "digits")
+
+    def passes(submitted_at: str, numbers: list[int | None]) -> list[int]:
+        """As a process that is started for this."""
+        monkeypatch.setenv("EDL_SUBMITTED_AT", submitted_at)
+        reader = cloud_reader(str(tmp_path / "*.npy"), server.url, in_use=0)
+        return [len(list(reader(number))) for number in numbers]
+
+    assert passes("1.5", [None, None]) == [20, 20]
+    assert passes("1.5", [None, None, None]) == [0, 0, 20]
+    assert "pass 0 of the task queue digits-" in caplog.text
+    assert "was over before: it gives no record" in caplog.text
+    assert passes("1.5", [3, None]) == [20, 20], "from the epoch that its checkpoint says"
+    assert passes("2.5", [3, None]) == [20, 20], "whoever has read the passes before"
+    assert passes("3.5", [None]) == [20]
+
+
 def test_passes_that_are_left_early_hold_up_none_behind_them(server, tmp_path):
     write_shards(([number] for number in range(40)), tmp_path, "numbers", 4)
     reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q", in_use=0)

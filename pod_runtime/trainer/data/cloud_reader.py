@@ -39,7 +39,7 @@ from job_server.api.task_wire import (
     TaskReport,
 )
 from job_server.api.wire import WireError
-from pod_runtime.env import TASK_TOKEN
+from pod_runtime.env import SUBMITTED_AT, TASK_TOKEN
 from pod_runtime.trainer.data.readers import ReadFrom
 from pod_runtime.trainer.errors import UsageError
 
@@ -72,7 +72,8 @@ def cloud_reader(
 
     All trainers of a job call this with the same arguments, and read the same passes: a pass ends
     for all of them when its last record has been read. A trainer that was started again joins the
-    pass that is on; its calls for passes that are over yield nothing. As the original's
+    pass that is on; its calls for passes that are over yield nothing. A script that is started
+    again at a later epoch names its pass: `reader(epoch)`. As the original's
     `paddle.reader.creator.cloud_reader`, with a job server in place of etcd.
 
     Args:
@@ -81,7 +82,8 @@ def cloud_reader(
             in each line (a str without its end), unless `read` says otherwise.
         endpoint: of the job server, HOST:PORT or a URL. None: that of this job.
         queue: a name for the queue; another training that is to read the same files needs another
-            one. None: made of the job's id and of the files' names, sizes and times.
+            one. None: made of the job's id, of when it was submitted, and of the files' names,
+            sizes and times; outside a job of the files alone.
         records_per_task: cut files into tasks of so many records. None: a file is a task.
         lease_s: a task goes to another reader when its own is silent for so long, seconds.
         max_tries: a task that could not be read so often is dropped for the pass.
@@ -126,8 +128,10 @@ class CloudReader:
         self._passes = itertools.count()
         self._ends_in = 0  # the process at whose end the last tasks are reported
 
-    def __call__(self) -> Generator[Any, None, None]:
-        """Yield this process's part of the next pass."""
+    def __call__(self, number: int | None = None) -> Generator[Any, None, None]:
+        """Yield this process's part of a pass, from 0 on. None: of the next one."""
+        if number is not None:
+            self._passes = itertools.count(number)
         if self._ends_in != os.getpid():
             # What a parent process was given is not this worker's to report.
             self._ends_in, self._given = os.getpid(), _Given(self._in_use)
@@ -174,7 +178,7 @@ class CloudReader:
         given.report_all()  # of the pass before: its last batch has been used
         worker, place = _worker(os.environ), _place(os.environ)
         asked = LeaseAsked(worker=worker, place=place, pass_number=pass_number)
-        while True:
+        for tries in itertools.count():
             lease = self._server.call(lambda api: api.lease_task(self._name, asked))
             if lease.unreadable:
                 raise UsageError(
@@ -183,6 +187,11 @@ class CloudReader:
                     f"`edl tasks {self._name} --delete` makes room for a new queue"
                 )
             if lease.over:
+                if not tries:
+                    logger.warning(
+                        "pass %s of the task queue %s was over before: it gives no record",
+                        pass_number, self._name,
+                    )  # fmt: skip
                 return
             if lease.number is None:
                 given.say_all_read()  # others wait for no more than that
@@ -251,9 +260,12 @@ def _count(path: str, read: Read) -> int:
 
 
 def _queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Name the queue by the job and what the files are now: all trainers find the same name."""
+    """Name the queue by the job and what the files are now: all trainers find the same name.
+
+    A job that is submitted anew under its name has to read all of them again.
+    """
     stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
-    digest = zlib.crc32(repr((stats, tasks)).encode())
+    digest = zlib.crc32(repr((stats, tasks, environ.get(SUBMITTED_AT))).encode())
     return f"{environ.get('PADDLE_JOB_ID') or 'files'}-{digest:08x}"[-100:]
 
 

@@ -74,6 +74,17 @@ def test_a_pass_hands_out_each_task_once_and_ends_when_all_are_done():
     assert clerk.count() == TaskCount(pass_number=0, done=3, records_once=18)
 
 
+def test_a_new_queue_begins_with_the_pass_that_is_asked_for_first():
+    clerk = Clerk(2)
+    lease = clerk.lease("a", 5)
+    assert (lease.pass_number, lease.number) == (5, 0)
+    clerk.restart()
+    assert clerk.lease("b", 0).over
+    assert clerk.lease("b", 6).pass_number == 5, "a queue that was begun is read in its order"
+    assert clerk.count() == TaskCount(pass_number=5, leased=2)
+    assert not clerk.queue.status(clerk.now).passes
+
+
 def test_the_first_who_asks_for_the_next_pass_begins_it_once_the_one_before_is_over():
     clerk = Clerk(1)
     lease = clerk.lease()

@@ -50,6 +50,7 @@ P = TypeVar("P")
 ApiError = JobServerError  # its name for those who only call
 
 CONNECT_TIMEOUT_S = 5.0
+_AGAIN_S = 1.0
 MAX_NAME_CHARS = 200  # of a metric; with MAX_METRICS far below what a body may hold
 _REJECTED: Mapping[int, type[Rejected]] = {
     401: Unauthorized,
@@ -80,6 +81,7 @@ class ApiClient:
             ValueError: `url` is no URL of a server.
         """
         self.url = server_url(url)
+        self.patience_s = 0.0  # for a server that is away: what only reads is asked again so long
         self._timeout_s = timeout_s
         self._session = requests.Session()
         # Proxies of the environment are never used for our own calls, nor is ~/.netrc.
@@ -318,6 +320,23 @@ class ApiClient:
         query: Mapping[str, float | str] | None = None,
         body: wire.Message | None = None,
         wait_s: float = 0.0,
+    ) -> requests.Response:
+        deadline = time.monotonic() + wait_s + self.patience_s
+        while True:
+            try:
+                return self._request_once(method, path, query, body, wait_s)
+            except ServerAway:
+                if method != "GET" or not self.patience_s or time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def _request_once(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, float | str] | None,
+        body: wire.Message | None,
+        wait_s: float,
     ) -> requests.Response:
         try:
             response = self._session.request(

@@ -39,6 +39,7 @@ from job_server.sharing.explain import explain
 from job_server.sharing.what_if import hindsight, what_if
 
 POLL_S = 30.0
+PATIENCE_S = 60.0  # who follows something follows it on once the server has been started again
 _LINES_S, _LIVE_S = 10.0, 2.0  # how often `edl top` looks, unless told otherwise
 _LOOK_S = 3.0  # at each of several servers
 _WAIT_LOOK_S = 0.2  # `edl capacity --wait`
@@ -316,6 +317,7 @@ def _status(api: ApiClient, args: argparse.Namespace) -> None:
             else _job_text(status, api.health().now)
         )
         return
+    api.patience_s = PATIENCE_S
     (_paint_changes if _is_painted(args) else _show_changes)(api, status, args)
 
 
@@ -438,6 +440,8 @@ def _logs(api: ApiClient, args: argparse.Namespace) -> None:
     if args.lines < 0:
         raise ConfigError(f"--lines: expected 0 or more, got {args.lines}")
     job_id = _job_id(api, args)
+    if args.follow:
+        api.patience_s = PATIENCE_S
     for line in log_lines(api, job_id, args.pods, follow=args.follow, lines=args.lines):
         print(line, flush=True)
 
@@ -587,6 +591,7 @@ def _top(api: ApiClient, args: argparse.Namespace) -> None:
         shown += 1
         if shown == args.count:
             return
+        api.patience_s = PATIENCE_S
         time.sleep(every_s)
 
 
@@ -606,6 +611,7 @@ def _page(api: ApiClient, args: argparse.Namespace) -> None:
 def _events(api: ApiClient, args: argparse.Namespace) -> None:
     job_id = _job_id(api, args)
     after = _print_events(api, job_id, 0, args)
+    api.patience_s = PATIENCE_S
     while args.follow:
         # The order matters: a job that has not ended yet has at least one more event.
         ended = api.status(job_id).state.ended

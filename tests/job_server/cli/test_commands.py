@@ -345,6 +345,21 @@ def test_events_are_followed_until_the_job_ends(server, capsys):
         api.delete("followed")
 
 
+@pytest.mark.parametrize("verb", ["events", "status"])
+def test_what_is_followed_is_followed_on_once_the_server_is_back(tmp_path, capsys, verb):
+    with running_server(tmp_path, "--no_job") as server:
+        with server.api() as api:
+            api.submit(wire.JobSpec(job_id="followed"))
+        follow = InThread(lambda: main([verb, "followed", "--follow", "--server", server.url]))
+        wait_until(lambda: "no job client serves" in capsys.readouterr().out)
+        server.kill()
+        server.start()
+        with server.api() as api:
+            api.stop("followed")
+        assert follow.result() == 0
+    assert "STOPPED" in capsys.readouterr().out
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -78,7 +78,7 @@ def find_job(
         except Rejected as error:
             raise FatalError(f"--job_server: refused: {error}") from None
         else:
-            text = "the job server has no job yet; waiting for one (see `edl submit`)"
+            text = "the job server has no job to run; waiting for one (see `edl submit`)"
             backoff.reset()
             delay_s = NO_JOB_S
         if len(names) > 1:

@@ -56,6 +56,8 @@ fi
 if [ -n "$foreground" ]; then
     exec "${command[@]}"
 fi
+: >>"$state/$name.log"
+logged="$(wc -c <"$state/$name.log")"
 in_background "$name" "${command[@]}"
 for _ in $(seq 150); do
     if [ -z "$(running_pid "$state/$name.pid")" ]; then
@@ -63,6 +65,8 @@ for _ in $(seq 150); do
     fi
     if server_answers "$url" ${token_file:+"$token_file"} >/dev/null; then
         say "The job server runs (pid $started_pid): $url/"
+        # Such as that the job has ended, by what the database holds: nothing will train then.
+        tail -c +"$((logged + 1))" "$state/$name.log" | grep -F " WARNING job_server: " >&2 || true
         say "  look:  $(dirname "$python")/edl status --follow --server $url     log: $state/$name.log"
         say "  page:  $("$python" -m edl page --server "$url")"
         say "         opens once; another link: $(dirname "$python")/edl page --server $url"

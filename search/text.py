@@ -1,5 +1,6 @@
 """Say in words and tables how far a study is. Pure."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from job_server.api.text import counted, table
@@ -61,7 +62,7 @@ def best_text(spec: StudySpec, trials: Sequence[Trial], job_id: str) -> str:
     best = best_trial(spec, trials)
     if best is None:
         return "no trial is complete"
-    words = " ".join(spec.job(job_id, best.values).args)
+    words = shlex.join(spec.job(job_id, best.values).args)
     return (
         f"best: trial {best.number} (job {job_id}), {spec.metric} {best.value:.6g}: "
         f"{values_text(best.values)}\nits arguments: {words}"

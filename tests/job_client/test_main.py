@@ -257,7 +257,7 @@ def test_without_a_job_on_the_server_it_waits_and_says_so(server, url, start_pro
     client = start_program("--job_server", url, script(tmp_path, "true"), PADDLE_JOB_ID="")
     assert client.stdout is not None
     lines = iter(client.stdout)
-    assert any("has no job yet; waiting for one" in line for line in lines)
+    assert any("has no job to run; waiting for one" in line for line in lines)
 
 
 def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_path):

@@ -317,6 +317,17 @@ def test_a_server_starts_once_and_stops(run: Run, tmp_path: Path, port: str):
     assert "does not run" in again.stderr
 
 
+def test_a_server_whose_job_has_ended_says_so_when_it_is_started_again(
+    run: Run, tmp_path: Path, port: str
+):
+    assert "default_job" not in run(SERVER, "--server_port", port).stderr
+    token = (tmp_path / "state" / "token").read_text()
+    ApiClient(f"http://127.0.0.1:{port}", token).stop("default_job")
+    run(SERVER, "--stop", "--server_port", port)
+    said = run(SERVER, "--server_port", port).stderr
+    assert "job default_job: has ended (STOPPED) and stays so; `edl delete default_job`" in said
+
+
 def test_a_server_that_cannot_start_says_why_and_leaves_no_pid_file(
     run: Run, tmp_path: Path, port: str
 ):

@@ -5,6 +5,7 @@ import importlib
 import io
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -126,6 +127,8 @@ def test_the_table_marks_the_best_trial_and_says_why_one_failed():
     assert best_text(study(), trials, "cells-1f-1") == (
         "best: trial 1 (job cells-1f-1), accuracy 0.9: lr 0.1\nits arguments: --epochs 3 --lr 0.1"
     )
+    named = [replace(trials[1], values={"act": "a b"})]
+    assert best_text(study(), named, "j").endswith("its arguments: --epochs 3 --act 'a b'")
     least = best_trial(study(maximize=False), trials)
     assert least is not None
     assert least.number == 0

@@ -43,8 +43,8 @@ class FrameworkTensors(Protocol):
     def fill(self, tensor: Any, source: Any, spec: StateTensor) -> None:
         """Overwrite `tensor` by the bytes that `spec` says of `source`, (bytes,) uint8."""
 
-    def norm(self, tensor: Any) -> float:
-        """Return the sum of a tensor's absolute values."""
+    def fingerprint(self, tensor: Any) -> float:
+        """Return a number that tells whether a tensor is another one."""
 
     def make_tensor(self, source: Any, spec: StateTensor) -> Any:
         """Return a copy of these bytes as a tensor."""
@@ -210,10 +210,10 @@ class BaseState(ABC):
 
         While no shard is computed the buffers have the step's first values.
         """
-        norm, is_tensor = self._tensor_tools.norm, self._tensor_tools.is_tensor
+        fingerprint, is_tensor = self._tensor_tools.fingerprint, self._tensor_tools.is_tensor
         self._buffers.take_back()
         found: dict[str, Any] = {
-            f"{name.partition('/')[2]} of the model": norm(each)
+            f"{name.partition('/')[2]} of the model": fingerprint(each)
             for name, each in self._model_tensors()
         }
         for name, thing in self._extra.items():
@@ -221,7 +221,7 @@ class BaseState(ABC):
                 if isinstance(value, np.ndarray):
                     value = zlib.crc32(np.ascontiguousarray(value).tobytes())
                 elif is_tensor(value):
-                    value = norm(value)
+                    value = fingerprint(value)
                 found[f"extra={{{name!r}: ...}}, its {path}"] = value
         return found
 
@@ -274,15 +274,15 @@ class BaseState(ABC):
         }
         if of_model:
             self._buffers.take_back()
-            norm = self._tensor_tools.norm
-            found |= {name: norm(each) for name, each in self._model_tensors()}
+            fingerprint = self._tensor_tools.fingerprint
+            found |= {name: fingerprint(each) for name, each in self._model_tensors()}
             # Numbers and arrays of the script's own may be a rank's; a moving average may not. One
             # number for all, as a rank may have an object that the others lack.
             leaves = [
                 each for name, thing in self._extra.items() for each in nested(name, thing).values()
             ]
             found["an object in extra="] = sum(
-                norm(each) for each in leaves if hasattr(each, "detach")
+                fingerprint(each) for each in leaves if hasattr(each, "detach")
             )
         return found
 

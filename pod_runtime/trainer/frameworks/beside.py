@@ -35,7 +35,7 @@ class Beside:
         model_type: type,
         *,
         address: Callable[[Any], int | None],
-        norm: Callable[[Any], float],
+        fingerprint: Callable[[Any], float],
         is_trained: Callable[[Any], bool],
         checks: Mapping[type, Callable[[Any], None]] | None = None,
     ) -> None:
@@ -44,14 +44,14 @@ class Beside:
             models: the loop's.
             model_type: what models are, with `named_parameters` and the like.
             address: returns where a tensor's values are; None: it is no tensor, or has none.
-            norm: returns the sum of a tensor's absolute values.
+            fingerprint: returns a number that tells whether a tensor is another one.
             is_trained: whether a parameter is.
             checks: by their type, of other objects of the process, also of types derived from it;
                 they raise UsageError.
         """
         self._checks = checks or {}
         self._models, self._extra, self._model_type = models, extra, model_type
-        self._address, self._norm, self._is_trained = address, norm, is_trained
+        self._address, self._fingerprint, self._is_trained = address, fingerprint, is_trained
         # By id: a reference that tells whether it is still the same, and marks of its tensors.
         self._seen: dict[int, tuple[Callable[[], Any] | None, dict[str, float]]] = {}
         self._looks = 0
@@ -93,7 +93,7 @@ class Beside:
             *self._of_dicts(dicts, names, known),
             *self._of_lists(lists, shapes, known),
         ):
-            marks = {name: self._norm(each) for name, each in tensors.items()}
+            marks = {name: self._fingerprint(each) for name, each in tensors.items()}
             last, before = self._seen.get(id(thing), (None, {}))
             if last is None or last() is not None:
                 moved = [

@@ -18,7 +18,7 @@ from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers, traine
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState, terms_of
 from pod_runtime.trainer.frameworks.paddle.step import PaddleStep
-from pod_runtime.trainer.frameworks.paddle.tensors import address, norm
+from pod_runtime.trainer.frameworks.paddle.tensors import address, fingerprint
 from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 
@@ -89,7 +89,7 @@ def paddle_framework(
             extra or {},
             nn.Layer,
             address=address,
-            norm=norm,
+            fingerprint=fingerprint,
             is_trained=lambda each: not each.stop_gradient,
             checks={paddle.incubate.ModelAverage: lambda each: check_average(each, model)},
         ),

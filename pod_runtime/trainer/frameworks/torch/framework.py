@@ -21,7 +21,7 @@ from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
 from pod_runtime.trainer.frameworks.torch.group import TorchGroup
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
-from pod_runtime.trainer.frameworks.torch.tensors import address, give_own_memory, norm
+from pod_runtime.trainer.frameworks.torch.tensors import address, fingerprint, give_own_memory
 
 
 def import_the_rest() -> None:
@@ -98,7 +98,7 @@ def torch_framework(
             extra or {},
             nn.Module,
             address=address,
-            norm=norm,
+            fingerprint=fingerprint,
             is_trained=lambda each: bool(each.requires_grad),
             checks={
                 torch.optim.lr_scheduler.LRScheduler: lambda each: check_scheduler(

@@ -70,10 +70,22 @@ class TorchState(BaseState):
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         super().load(_plain_layout(layout), data, _plain_scalars(scalars))
+        self._compute_weights()
+
+    def note_committed(self, *, of_epoch: bool = False) -> None:
+        if of_epoch:
+            self._compute_weights()
+        super().note_committed(of_epoch=of_epoch)
+
+    def _compute_weights(self) -> None:
+        """Compute the weights that layers have from parameters, as their next forward pass does.
+
+        What is pruned next is found in them; a rank without a shard has those of an earlier step.
+        """
         for layer in self._model.modules():
             for hook in layer._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod | WeightNorm):
-                    hook(layer, ())  # what is pruned next is found in what it has computed last
+                    hook(layer, ())
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return [(f"model/{name}", each) for name, each in of_model(self._model).items()]
@@ -226,7 +238,7 @@ class TorchOptimizer:
             for name, value in from_plain(options).items():
                 live = group.get(name)
                 if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.detach().fill_(value)  # the script, or another group, may hold it, too
+                    live.detach().copy_(value)  # the script, or another group, may hold it, too
                 else:
                     group[name] = value
         for scheduler, state in zip(self._schedulers, scalars["schedulers"], strict=True):

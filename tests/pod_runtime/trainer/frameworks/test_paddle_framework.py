@@ -16,6 +16,7 @@ from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec
 from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.frameworks.paddle.gradients import GradientExchange, ShardBuffers
 from pod_runtime.trainer.frameworks.paddle.second_group import own_flags_unsaid
+from pod_runtime.trainer.frameworks.paddle.tensors import fingerprint
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -108,6 +109,15 @@ def take(framework: Framework) -> tuple[Any, bytearray, dict[str, Any]]:
     data = bytearray(layout.total_bytes)
     framework.state.copy_out(memoryview(data))
     return layout, data, json.loads(json.dumps(framework.state.scalars()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_fingerprints_tell_values_signs_and_order(dtype):
+    each = paddle.arange(-2, 5).astype(dtype)
+    others = [paddle.concat([each[-1:], each[:-1]]), each[:-1]]
+    others += [each + 1, -each] if dtype != "bool" else [~each]
+    assert fingerprint(each) == fingerprint(each.clone())
+    assert fingerprint(each) not in [fingerprint(other) for other in others]
 
 
 @pytest.mark.parametrize("kind", ["momentum", "scheduler", "scaler"])

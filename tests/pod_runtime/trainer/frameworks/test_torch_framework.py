@@ -27,7 +27,11 @@ from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchShardBuffers,
 )
 from pod_runtime.trainer.frameworks.torch.state import TorchOptimizer  # noqa: E402
-from pod_runtime.trainer.frameworks.torch.tensors import from_plain, to_plain  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.tensors import (  # noqa: E402
+    fingerprint,
+    from_plain,
+    to_plain,
+)
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits  # noqa: E402
 
 HEADER = 3
@@ -802,9 +806,29 @@ def test_what_is_pruned_after_a_restart_is_small_in_the_state_and_not_in_what_wa
     assert torch.equal(one.weight, other.weight)
 
 
-def test_a_rate_that_is_a_tensor_stays_the_one_that_script_and_groups_hold():
+def test_what_is_pruned_at_an_epochs_end_is_found_in_the_newest_weights_on_all_ranks():
+    model = prune.identity(nn.Linear(4, 4), "weight")
+    state = torch_framework(model, SGD(model.parameters(), lr=0.1), header_size=HEADER).state
+    with torch.no_grad():  # an update after this rank's last forward pass
+        model.weight_orig.copy_(torch.arange(16.0).reshape(4, 4))
+    state.note_committed(of_epoch=True)
+    prune.l1_unstructured(model, "weight", amount=8)
+    assert model.weight_mask.flatten().tolist() == [0.0] * 8 + [1.0] * 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_fingerprints_tell_values_signs_and_order(dtype):
+    each = torch.arange(-2, 5).to(getattr(torch, dtype))
+    others = [each.roll(1), each[:-1]]
+    others += [each + 1, -each] if dtype != "bool" else [~each]
+    assert fingerprint(each) == fingerprint(each.clone())
+    assert fingerprint(each) not in [fingerprint(other) for other in others]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_that_is_a_tensor_stays_the_one_that_script_and_groups_hold(shape):
     def made() -> Any:
-        model, rate = nn.Linear(2, 2), torch.tensor(0.1)
+        model, rate = nn.Linear(2, 2), torch.full(shape, 0.1)
         optimizer = SGD([{"params": [each]} for each in model.parameters()], lr=rate, foreach=False)
         return rate, optimizer, torch_framework(model, optimizer, header_size=HEADER).state
 

@@ -9,6 +9,7 @@ A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
     exit.json   `PodExit`              written once no process of the pod is left
     log         standard output and error of the pod's script
     launcher    locked by the pod's launcher; not empty once its training is complete
+    refused     {"code", "reason"} of a second launcher: how the pod ends if its script ends well
 
 Requests, each `{"op": ...}`, and their answers:
 

@@ -58,7 +58,7 @@ from pod_runtime.launcher.trainers import (
     read_script,
 )
 from pod_runtime.processes import delayed_s, read, set_child_subreaper
-from pod_runtime.shim_wire import LineSocket, ShimError, connect
+from pod_runtime.shim_wire import LineSocket, ShimError, connect, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -699,10 +699,12 @@ class Launcher:
                 return claim
             found = "the training of this pod is complete, and this would be a second one"
         os.close(claim)
-        raise LaunchError(
-            f"{found}: a job is one training, so make another one a job of its own",
-            DO_NOT_RESTART_EXIT,
-        )
+        text = f"{found}: a job is one training, so make another one a job of its own"
+        # A script that goes on after this, and ends well, would have the job succeed.
+        refused = {"code": DO_NOT_RESTART_EXIT, "reason": f"launch: {text}"}
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self._env.pod_dir / "refused", refused)
+        raise LaunchError(text, DO_NOT_RESTART_EXIT)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -13,13 +13,14 @@ or lost its parent. When the shim has no child left, no process of the pod is le
 
 import contextlib
 import fcntl
+import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,18 @@ class Shim:
         if script.wait_status is not None and not script.gone and script.deadline is None:
             script.stop(_grace_of_environment(), "the script ended and left processes behind")
         if script.gone:
-            self.exit = script.exit()
+            self.exit = self._as_refused(script.exit())
             self.asked_at = time.monotonic()
             self._write_exit(self.exit)
             for watcher, wants_exit in list(self._watchers.items()):
                 if wants_exit:
                     self._answer(watcher, {"ok": True, "exit": asdict(self.exit)})
+
+    def _as_refused(self, ended: PodExit) -> PodExit:
+        if ended.code == 0:
+            with contextlib.suppress(OSError):  # no launcher was refused
+                return replace(ended, **json.loads((self.pod_dir / "refused").read_text()))
+        return ended
 
     def _write_exit(self, ended: PodExit) -> None:
         try:

@@ -256,6 +256,10 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
     [
         ('"$@" && "$@"', "the training of this pod is complete, and this would be a second one"),
         (
+            '"$@"; "$@"; echo "that was it"',  # without `set -e`
+            "the training of this pod is complete, and this would be a second one",
+        ),
+        (
             '"$@" & one=$!; "$@" & wait $!; code=$?; wait $one; exit $((code | $?))',
             "another launcher of this pod runs",
         ),

@@ -441,6 +441,7 @@ def _logs(api: ApiClient, args: argparse.Namespace) -> None:
         raise ConfigError(f"--lines: expected 0 or more, got {args.lines}")
     job_id = _job_id(api, args)
     if args.follow:
+        api.status(job_id)  # a wrong --server is told at once
         api.patience_s = PATIENCE_S
     for line in log_lines(api, job_id, args.pods, follow=args.follow, lines=args.lines):
         print(line, flush=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pod_runtime.trainer.data.streams import BeginOfEpoch
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
+from pod_runtime.trainer.frameworks.plain_values import differ
 from pod_runtime.trainer.progress.batches import Cursor
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,10 @@ class ScriptChanges:
         if self._watches:
             self._watches = False
             self._modes, self._has_set_more = self._state.watched()
-            self._has_set_more |= self._state.fingerprints(of_model=True) != self._tensors
+            now = self._state.fingerprints(of_model=True)  # NaN, as of a mask of -inf, is as it was
+            self._has_set_more |= any(
+                differ(now.get(name), each) for name, each in self._tensors.items()
+            )
             assert self._numbers is not None
             self._has_drawn = self._numbers.has_drawn()
 

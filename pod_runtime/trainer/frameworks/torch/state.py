@@ -85,7 +85,10 @@ class TorchState(BaseState):
         for layer in self._model.modules():
             for hook in layer._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod | WeightNorm):
-                    hook(layer, ())
+                    name = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
+                    # As the last forward pass had it: only what has no gradients can be copied.
+                    with torch.set_grad_enabled(getattr(layer, name).requires_grad):
+                        hook(layer, ())
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return [(f"model/{name}", each) for name, each in of_model(self._model).items()]
@@ -123,8 +126,14 @@ class TorchOptimizer:
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
         # Groups and schedulers' states as they were at the last commit; None: there was none.
-        self._committed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        self._committed: tuple[list[dict[str, Any]], list[dict[str, Any]], list[list[str]]] | None
+        self._committed = None
         self._names = {id(each): plain_name(name) for name, each in model.named_parameters()}
+        # Options that are tensors, as the script has built them: it may fill these in place.
+        self._built_tensors = [
+            {name: each for name, each in group.items() if isinstance(each, torch.Tensor)}
+            for group in optimizer.param_groups
+        ]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
@@ -157,19 +166,23 @@ class TorchOptimizer:
 
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""
-        groups, schedulers = self._now()
-        self._committed = groups, own_copy(schedulers)
+        groups, schedulers, filled = self._now()
+        self._committed = groups, own_copy(schedulers), filled
 
     def sizes(self) -> list[int]:
         """Return how many parameters each of its groups has."""
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
-    def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _now(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[list[str]]]:
         groups = [
             {name: own_copy(value) for name, value in group.items() if name not in _NO_OPTIONS}
             for group in self._optimizer.param_groups
         ]
-        return groups, [each.state_dict() for each in self._schedulers]
+        filled = [
+            sorted(name for name, each in built.items() if group.get(name) is each)
+            for built, group in zip(self._built_tensors, self._optimizer.param_groups, strict=False)
+        ]
+        return groups, [each.state_dict() for each in self._schedulers], filled
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return options, numbers and schedulers, as JSON types."""
@@ -182,10 +195,14 @@ class TorchOptimizer:
         }
 
     def _plain(
-        self, groups: list[dict[str, Any]], schedulers: list[dict[str, Any]]
+        self,
+        groups: list[dict[str, Any]],
+        schedulers: list[dict[str, Any]],
+        filled: list[list[str]],
     ) -> dict[str, list[Any]]:
         """Return groups and schedulers as JSON types."""
         return {
+            "filled": filled,
             "groups": [_plain_options(group) for group in groups],
             "schedulers": [
                 to_plain(type(each).__name__, state)
@@ -234,11 +251,17 @@ class TorchOptimizer:
 
     def load_plain(self, scalars: Mapping[str, Any]) -> None:
         """Take over options and schedulers."""
-        for group, options in zip(self._optimizer.param_groups, scalars["groups"], strict=True):
+        groups = self._optimizer.param_groups
+        filled = scalars.get("filled", [()] * len(groups))
+        for group, built, names, options in zip(
+            groups, self._built_tensors, filled, scalars["groups"], strict=True
+        ):
             for name, value in from_plain(options).items():
-                live = group.get(name)
-                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.detach().copy_(value)  # the script, or another group, may hold it, too
+                mine = built.get(name) if name in names else None
+                if isinstance(value, torch.Tensor) and mine is not None:
+                    # The script, or another group, holds it, too, and has not put another there.
+                    mine.detach().copy_(value.reshape(mine.shape))
+                    group[name] = mine
                 else:
                     group[name] = value
         for scheduler, state in zip(self._schedulers, scalars["schedulers"], strict=True):

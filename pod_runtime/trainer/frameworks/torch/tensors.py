@@ -43,11 +43,15 @@ def of_model(model: Any) -> dict[str, Any]:
 def give_own_memory(model: Any) -> None:
     """Give each element a place of its own: several that share one cannot be written to.
 
-    A buffer is made so by `expand`.
+    A buffer is made so by `expand`. One that shows another tensor of the model stays as it is.
     """
-    for each in of_model(model).values():
+    tensors = [each for each in of_model(model).values() if each.layout == torch.strided]
+    for each in tensors:
         if any(n > 1 and not stride for n, stride in zip(each.shape, each.stride(), strict=True)):
-            each.data = each.data.clone()
+            place = each.untyped_storage().data_ptr()
+            others = (other for other in tensors if other is not each)
+            if all(other.untyped_storage().data_ptr() != place for other in others):
+                each.data = each.data.clone()
 
 
 def is_tensor(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The parts for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
 
+import copy
 import json
 import re
 import threading
@@ -816,6 +817,24 @@ def test_what_is_pruned_at_an_epochs_end_is_found_in_the_newest_weights_on_all_r
     assert model.weight_mask.flatten().tolist() == [0.0] * 8 + [1.0] * 8
 
 
+def test_a_pruned_model_can_be_copied_after_an_evaluation_and_an_epochs_end():
+    model = prune.identity(nn.Linear(4, 4), "weight")
+    state = torch_framework(model, SGD(model.parameters(), lr=0.1), header_size=HEADER).state
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    state.note_committed(of_epoch=True)
+    assert torch.equal(copy.deepcopy(model).weight, model.weight)
+
+
+def test_a_buffer_that_shows_another_one_goes_on_doing_so():
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.ones(1))
+    model.register_buffer("spread", model.scale.expand(4))
+    torch_framework(model, SGD(model.parameters(), lr=0.1), header_size=HEADER)
+    model.scale.mul_(2)
+    assert model.spread.tolist() == [2.0] * 4
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
 def test_fingerprints_tell_values_signs_and_order(dtype):
     each = torch.arange(-2, 5).to(getattr(torch, dtype))
@@ -842,6 +861,23 @@ def test_a_rate_that_is_a_tensor_stays_the_one_that_script_and_groups_hold(shape
     assert rate.item() == pytest.approx(0.05)
     rate.fill_(0.025)
     assert all(group["lr"] is rate for group in optimizer.param_groups)
+
+
+def test_a_rate_that_was_put_in_place_of_another_leaves_that_one_as_the_script_built_it():
+    def made() -> Any:
+        model, base = nn.Linear(2, 2), torch.tensor(0.1)
+        optimizer = SGD([{"params": [each]} for each in model.parameters()], lr=base, foreach=False)
+        return base, optimizer, torch_framework(model, optimizer, header_size=HEADER).state
+
+    _base, before, state = made()
+    before.param_groups[1]["lr"] = torch.tensor(0.01)
+    layout = state.layout()
+    data = bytearray(layout.total_bytes)
+    state.copy_out(memoryview(data))
+    base, optimizer, other = made()
+    other.load(layout, memoryview(data), state.scalars())
+    rates = [group["lr"].item() for group in optimizer.param_groups]
+    assert [base.item(), *rates] == pytest.approx([0.1, 0.1, 0.01])
 
 
 def test_a_buffer_that_is_set_after_the_shards_is_refused_and_one_that_is_no_number_is_not():

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+CLAIM, REFUSED = "launcher", "refused"  # files, see above
 LINGER_S = 600.0
 SIGNALLED_LINGER_S = 2.0  # if the shim itself was asked to end
 MAX_LINE = 1 << 20

@@ -59,7 +59,8 @@ def prepare(folder: Path, pod: NodePod) -> None:
             number += 1
         folder.rename(aside)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("shim.json", "exit.json", "saved.json", "sock", "log", "launcher", "refused"):
+    of_last = ("shim.json", "exit.json", "saved.json", "sock", "log")
+    for name in (*of_last, shim_wire.CLAIM, shim_wire.REFUSED):
         (folder / name).unlink(missing_ok=True)
     shim_wire.write_json(folder / "pod.json", encode(pod))
 

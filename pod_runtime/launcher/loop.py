@@ -58,13 +58,12 @@ from pod_runtime.launcher.trainers import (
     read_script,
 )
 from pod_runtime.processes import delayed_s, read, set_child_subreaper
-from pod_runtime.shim_wire import LineSocket, ShimError, connect, write_json
+from pod_runtime.shim_wire import CLAIM, REFUSED, LineSocket, ShimError, connect, write_json
 
 logger = logging.getLogger(__name__)
 
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
-_CLAIM = "launcher"  # a pod's launcher holds this file's lock; not empty: its training is complete
 _LOST_WORKER = re.compile(r"worker.*(kill|exit)", re.IGNORECASE)  # of a framework's data loader
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
@@ -689,7 +688,7 @@ class Launcher:
         Raises:
             LaunchError: there is one, or its training is complete.
         """
-        claim = os.open(self._env.pod_dir / _CLAIM, os.O_RDWR | os.O_CREAT, 0o600)
+        claim = os.open(self._env.pod_dir / CLAIM, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -703,7 +702,7 @@ class Launcher:
         # A script that goes on after this, and ends well, would have the job succeed.
         refused = {"code": DO_NOT_RESTART_EXIT, "reason": f"launch: {text}"}
         with contextlib.suppress(OSError):  # a full disk
-            write_json(self._env.pod_dir / "refused", refused)
+            write_json(self._env.pod_dir / REFUSED, refused)
         raise LaunchError(text, DO_NOT_RESTART_EXIT)
 
     @contextlib.contextmanager

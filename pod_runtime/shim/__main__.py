@@ -134,7 +134,7 @@ class Shim:
     def _as_refused(self, ended: PodExit) -> PodExit:
         if ended.code == 0:
             with contextlib.suppress(OSError):  # no launcher was refused
-                return replace(ended, **json.loads((self.pod_dir / "refused").read_text()))
+                return replace(ended, **json.loads((self.pod_dir / shim_wire.REFUSED).read_text()))
         return ended
 
     def _write_exit(self, ended: PodExit) -> None:

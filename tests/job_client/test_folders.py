@@ -131,6 +131,15 @@ def test_what_cannot_be_read_for_want_of_a_descriptor_is_read_later(tmp_path, re
     assert found[0] is not None
 
 
+def test_a_folder_that_is_used_again_tells_nothing_of_the_pod_before(tmp_path):
+    folder = tmp_path / "pod_0_0"
+    pod_folder.prepare(folder, pod())
+    for name in (shim_wire.CLAIM, shim_wire.REFUSED, "exit.json", "log"):
+        (folder / name).write_text("{}")
+    pod_folder.prepare(folder, pod())
+    assert [each.name for each in folder.iterdir()] == ["pod.json"]
+
+
 def test_a_pod_whose_folder_cannot_be_read_for_a_moment_is_found(tmp_path, monkeypatch):
     pod_folder.prepare(tmp_path / "pod_0_0", pod())
     read_text = Path.read_text

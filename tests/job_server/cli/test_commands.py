@@ -360,6 +360,13 @@ def test_what_is_followed_is_followed_on_once_the_server_is_back(tmp_path, capsy
     assert "STOPPED" in capsys.readouterr().out
 
 
+def test_who_follows_what_was_never_there_is_told_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "PATIENCE_S", 3600.0)
+    for verb in ("events", "logs", "status"):
+        assert main([verb, "j", "--follow", "--server", f"127.0.0.1:{free_port()}"]) != 0
+    assert "--server" in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

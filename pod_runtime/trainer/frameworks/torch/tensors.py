@@ -93,7 +93,7 @@ def fingerprint(tensor: Any) -> float:
     """Return a number that tells whether a tensor is another one, by values, signs and order."""
     flat = tensor.detach().reshape(-1)
     size = _PIECE if flat.device.type == "cpu" else max(1, flat.numel())
-    if flat.is_floating_point():  # one operation for a small tensor: most of a model's are
+    if flat.is_floating_point():  # few operations for a small tensor: most of a model's are
         sums = [
             torch.linalg.vector_norm(each, 1, dtype=torch.float64).add_(
                 each[::2].sum(dtype=torch.float64), alpha=0.5

@@ -9,12 +9,10 @@ what starts processes. Where that cannot be seen, or where tests take seconds, t
 test is marked `full`. A fast test that starts a process all the same fails.
 """
 
-import ast
 import atexit
 import functools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,10 @@ FRAMEWORKS = frozenset({"paddle", "torch"})
 _PROCESSES = frozenset({"subprocess", "multiprocessing"})
 _FIXTURES = frozenset({"paddle_folder", "redis_server"})  # which do either
 _NOT_FAST = re.compile(r"mark\.(full|slow)\b|" + "|".join(sorted(_FIXTURES)))
+# Parsing the modules instead takes each worker seconds.
+_IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|.*)|import (.*))", re.MULTILINE)
+_NAME = re.compile(r"[\w.]+")
+_SKIPS_WITHOUT = re.compile(r"^(?:\w+ = )?pytest\.importorskip\(.(\w+)", re.MULTILINE)
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 
 
@@ -64,31 +66,13 @@ def _reached(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
+    """Return what the lines of a module import, those of scripts that it holds as text as well."""
     found: set[str] = set()
-    for node in _statements(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call):
-            found |= {framework for framework in FRAMEWORKS if _skips_without(node, framework)}
-    return frozenset(found)
-
-
-def _statements(block: ast.AST) -> Iterator[ast.stmt]:
-    """Yield all statements in a block, at any depth: no expression holds an import."""
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for node in getattr(block, name, ()):
-            if isinstance(node, ast.stmt):
-                yield node
-            yield from _statements(node)
-
-
-def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:
-    """Whether a statement on a module's own level is `pytest.importorskip(framework)`."""
-    is_own = getattr(node, "col_offset", 0) == 0
-    return is_own and f"importorskip('{framework}'" in ast.unparse(node)
+    text = path.read_text()
+    for package, names, modules in _IMPORT.findall(text):
+        found.update(_NAME.findall(modules), [package] if package else [])
+        found.update(f"{package}.{name}" for name in _NAME.findall(names))
+    return frozenset(found.union(_SKIPS_WITHOUT.findall(text)))
 
 
 # Files with tests of half a minute and more, then folders whose tests take seconds each. They begin

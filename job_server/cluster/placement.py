@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from job_server.api.codec import Message
 from job_server.api.wire import JobSpec, Node, PlanPod, Slot
 
 SILENT_HEARTBEATS = 4  # a node or launcher not heard for so many heartbeats counts as silent
@@ -48,8 +49,7 @@ class Cluster:
         return SILENT_HEARTBEATS * self.heartbeat_s + self.late_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class Site(Message, frozen=True, kw_only=True):
     """Where a pod stands."""
 
     node_id: str

@@ -1,9 +1,11 @@
 """Hold a job, the time and the log lines while one step changes the job. Pure."""
 
-from dataclasses import replace
 from enum import Enum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
+
+from job_server.api.codec import Message
 from job_server.api.wire import DesiredState, JobState
 from job_server.cluster.placement import Cluster
 
@@ -33,16 +35,11 @@ _ENDS_AS = {
 }
 
 
-class SteppedJob(Protocol):
+class SteppedJob(Message, frozen=True, kw_only=True):
     """A job of either type."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def pods(self) -> tuple[Any, ...]: ...
-
-    @property
-    def progress(self) -> Any: ...
+    pods: tuple[Any, ...] = ()
+    progress: Any
 
 
 J = TypeVar("J", bound=SteppedJob)

@@ -1,7 +1,8 @@
 """Apply what clients report of teachers, and decide what a teacher's death means. Pure."""
 
 import math
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.failure_policy import DO_NOT_RESTART_EXIT
 from job_server.api.text import describe_exit

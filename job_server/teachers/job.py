@@ -5,12 +5,14 @@ clients and users get. A teacher job has no stages and no ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
+from msgspec.structs import replace
+
+from job_server.api.codec import Message
 from job_server.api.wire import Account, Demand, DesiredState, JobSpec, JobState, PodPhase
 from job_server.cluster.placement import Cluster, Site, find_node, gather
 from job_server.jobs.pod_reports import without
-from job_server.jobs.work import Goal, StepWork
+from job_server.jobs.work import Goal, SteppedJob, StepWork
 from job_server.teachers.autoscaler import TeacherAutoscaler
 
 EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
@@ -18,8 +20,7 @@ REGISTER_S = 120.0  # how long a pod that runs may take to be in service
 SUSPECT_S = 600.0  # how long slots where teachers died early are the last choice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherPod:
+class TeacherPod(Message, frozen=True, kw_only=True):
     """A teacher server that has been given out and is not yet confirmed gone."""
 
     pod_id: str
@@ -44,8 +45,7 @@ class TeacherPod:
         return self.desired is DesiredState.RUN and self.phase is PodPhase.RUNNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherProgress:
+class TeacherProgress(Message, frozen=True, kw_only=True):
     """What changes with every report and need not be written each time."""
 
     autoscaler: TeacherAutoscaler
@@ -53,8 +53,8 @@ class TeacherProgress:
     demand_at: float = 0.0
     counted_at: float = 0.0  # when a demand last counted
     asked_at: float = 0.0  # when students were last reported to ask
-    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
-    account: Account = field(default_factory=Account)
+    missing: Mapping[str, float] = {}  # pod -> omitted since
+    account: Account = Account()
     accrued_at: float = 0.0
     absent_s: float = 0.0  # without a server, counted as waiting; 0: what was done in it is known
 
@@ -63,8 +63,7 @@ class TeacherProgress:
         return replace(self, missing=without(self.missing, pod_id))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherJob:
+class TeacherJob(SteppedJob, frozen=True, kw_only=True):
     spec: JobSpec
     submitted_at: float  # seconds since 1970, as all times here
     progress: TeacherProgress
@@ -77,8 +76,8 @@ class TeacherJob:
     fixed: int | None = None  # a user's number; None: by demand
     pods: tuple[TeacherPod, ...] = ()
     given: int = 0  # pods so far: ids are never reused
-    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> the last port
-    suspects: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # slots of early deaths
+    last_ports: Mapping[str, int] = {}  # node -> the last port
+    suspects: Mapping[str, tuple[int, ...]] = {}  # slots of early deaths
     grace_from: float = 0.0  # silence counts from here at the earliest
     retry_at: float = 0.0
     grow_at: float = 0.0  # slots went to a training: none are taken again before

@@ -5,7 +5,8 @@ none waits for another. `autoscaler` decides how many there should be, `step` wh
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.wire import Demand, DesiredState, JobSpec, JobState, Kill, Resize
 from job_server.cluster.placement import (

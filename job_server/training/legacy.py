@@ -4,7 +4,9 @@ Pure. As soon as a client of ours registers a node that serves the job, these po
 the job starts properly.
 """
 
-from dataclasses import replace
+import dataclasses
+
+from msgspec.structs import replace
 
 from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
@@ -54,7 +56,7 @@ def _commit_pods(work: Work, pods: int, why: str) -> bool:
     stay = tuple(old[pod.pod_id] for pod in job.served[:pods])
     work.set(pods=stay)
     nodes = tuple(NodeView(node=node, seen_at=work.now) for node in job.legacy_nodes)
-    virtual = Work(work.job, work.now, replace(work.cluster, nodes=nodes))
+    virtual = Work(work.job, work.now, dataclasses.replace(work.cluster, nodes=nodes))
     sites = place(
         job.spec,
         virtual.cluster,

@@ -6,7 +6,8 @@ what clients and launchers get is derived from it (`views`).
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase, Resize
 from job_server.cluster.placement import Cluster

@@ -4,7 +4,9 @@ Nothing is queued. Every function takes any job, an ended one included.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from job_server.api.wire import (
     Allotment,

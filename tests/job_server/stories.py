@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from job_client.reconcile import KillPod, LocalPod, ReleasePod, StartPod, StopPod, plan_changes
 from job_server.api import wire
 from job_server.api.errors import JobServerError, NotFound, StoreTrouble
@@ -170,10 +172,10 @@ class Submission(World):
         try:
             with story.request():
                 if isinstance(event, LauncherAttached):
-                    attach = replace(event.attach, submitted_at=at)
+                    attach = structs.replace(event.attach, submitted_at=at)
                     story.service.attach(job_id, attach.pod_id, attach)
                 else:
-                    report = replace(event.report, submitted_at=at)
+                    report = structs.replace(event.report, submitted_at=at)
                     story.service.report(job_id, event.pod_id, report)
         except StoreTrouble:
             self.unsent.append(event)  # as launchers do

@@ -1,7 +1,9 @@
 """Keep a job's accounts: wall clock, script clock, stage history, failure budgets. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from job_server.api.wire import (
     Account,

@@ -1,7 +1,9 @@
 """Assign ids, ranks and ports to pods, and choose the state that a stage starts from. Pure."""
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.text import counted
 from job_server.api.wire import DesiredState, PlanPod, PodPhase, RestoreFrom
@@ -48,7 +50,7 @@ def find_sites_on(work: Work, wanted: Mapping[str, int], first: str = "") -> tup
         if view is not None:
             sites += place(
                 work.job.spec,
-                replace(work.cluster, nodes=(view,)),
+                dataclasses.replace(work.cluster, nodes=(view,)),
                 work.now,
                 count=wanted[node_id],
                 held=slots_of_stayers(work.job),

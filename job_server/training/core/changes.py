@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.codec import WireError
 from job_server.api.wire import DesiredState, Kill, PodStagePhase, ScriptKind, SlotKind, Way

@@ -5,8 +5,9 @@ clients, launchers and users get.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from msgspec.structs import replace
 
 from job_server.api.codec import Message
 from job_server.api.wire import (
@@ -33,13 +34,12 @@ from job_server.api.wire import (
 )
 from job_server.cluster.placement import Site, gather
 from job_server.jobs.pod_reports import without
-from job_server.jobs.work import Goal
+from job_server.jobs.work import Goal, SteppedJob
 
 MAX_RECORDS = 1000  # a script that runs overnight must not grow the job without limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPod:
+class TrainingPod(Message, frozen=True, kw_only=True):
     """A pod that the job has been given and that is not yet confirmed gone."""
 
     pod_id: str
@@ -95,8 +95,7 @@ class CauseKind(Enum):
     IGNORED = "ignored"  # a failure that the failure policy counts in no budget
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Fault(Message, frozen=True, kw_only=True):
     """A permanent error; `faults` decides which are."""
 
     who: str
@@ -107,8 +106,7 @@ class Fault:
     why: str = ""  # at_once: why it is; "": as said above
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Avoided:
+class Avoided(Message, frozen=True, kw_only=True):
     """Slots that the job uses only where no others are free."""
 
     node_id: str
@@ -117,8 +115,7 @@ class Avoided:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(Message, frozen=True, kw_only=True):
     """Why a stage ended early."""
 
     kind: CauseKind
@@ -226,8 +223,7 @@ PHASES_WITH_CUT = (
 )  # in these, a stage that is not over is ordered to cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Halt:
+class Halt(Message, frozen=True, kw_only=True):
     phase: HaltPhase
     since: float
     save: Save | None = None  # SAVE: the present order; None: none
@@ -238,8 +234,7 @@ class Halt:
     kept_since: float | None = None  # since when the state waits in memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManualChange:
+class ManualChange(Message, frozen=True, kw_only=True):
     """A resize that waits until what is going on is over."""
 
     pods: int
@@ -247,8 +242,7 @@ class ManualChange:
     not_before_s: float = 0.0  # on that clock, too: no change is made before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hang:
+class Hang(Message, frozen=True, kw_only=True):
     """A trainer that has given no sign of life for too long, or is too slow."""
 
     stage: int
@@ -256,8 +250,7 @@ class Hang:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Absence:
+class Absence(Message, frozen=True, kw_only=True):
     """A time without a server of which nobody knows yet what a stage did in it."""
 
     stage: int
@@ -266,32 +259,31 @@ class Absence:
     part: str  # of the account: where it belongs if the stage went on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobProgress:
+class JobProgress(Message, frozen=True, kw_only=True):
     """What changes with every heartbeat and is not written each time."""
 
     step: int = 0
     best_step: int = 0  # the highest ever
     epoch: int = 0
     total_steps: int | None = None  # None: not known
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    metric_epochs: Mapping[str, int] = field(default_factory=dict)  # as of PodReport
+    metrics: Mapping[str, float] = {}
+    metric_epochs: Mapping[str, int] = {}  # as of PodReport
     loss_curve: tuple[LossPoint, ...] = ()
     promise: str = ""  # of the training, for people; "": not known
     stepped_at: float | None = None  # when a new step was last reported; None: never
-    steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the active stage
-    snapshots: Mapping[str, SnapshotRef] = field(default_factory=dict)  # pod -> newest
-    heard: Mapping[str, float] = field(default_factory=dict)  # pod -> last report of its launcher
-    joins: Mapping[str, bool] = field(default_factory=dict)  # pod -> its trainers can join
-    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
-    account: Account = field(default_factory=Account)
+    steps: Mapping[str, int] = {}  # pod -> step, of the active stage
+    snapshots: Mapping[str, SnapshotRef] = {}  # pod -> newest
+    heard: Mapping[str, float] = {}  # pod -> last report of its launcher
+    joins: Mapping[str, bool] = {}  # pod -> its trainers can join
+    missing: Mapping[str, float] = {}  # pod -> omitted since
+    account: Account = Account()
     accrued_at: float = 0.0
     absence: Absence | None = None  # counted as waiting; None: what was done in each is known
     script_s: float = 0.0  # the change script's clock
     saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
     saving_at: float = 0.0  # when that last changed
     hangs: tuple[Hang, ...] = ()  # those of stages that are over do not count
-    paces: Mapping[int, RankPace] = field(default_factory=dict)  # rank -> newest, of `paced_stage`
+    paces: Mapping[int, RankPace] = {}  # rank -> newest, of `paced_stage`
     paced_stage: int = 0
     stragglers: tuple[Hang, ...] = ()  # ranks that make the others wait
     queue_reason: str = ""  # of a shared job: why it waits, or runs with so many pods
@@ -311,8 +303,7 @@ class JobProgress:
 # --- parts of a job, each changed by one module ---------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class Budget(Message, frozen=True, kw_only=True):
     """Failures and preemptions so far, and when the next try may begin; see `accounting`."""
 
     failures: int = 0
@@ -325,16 +316,14 @@ class Budget:
     retry_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryLater:
+class RetryLater(Message, frozen=True, kw_only=True):
     """When something that failed and that no user asked for is tried again; see `moves`."""
 
     retry_at: float = 0.0
     failures: int = 0  # in a row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeQueue:
+class ChangeQueue(Message, frozen=True, kw_only=True):
     """What waits to be changed; see `changes`."""
 
     script_index: int = 0  # of the script's next change
@@ -342,17 +331,15 @@ class ChangeQueue:
     resize: ManualChange | None = None  # None: no resize waits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Given(Message, frozen=True, kw_only=True):
     """Ids and ports that were used and must not be used again at once; see `allocation`."""
 
     pod_ids: tuple[str, ...] = ()  # given out under this flag
     flag: int = 0
-    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> the last port
+    last_ports: Mapping[str, int] = {}  # node -> the last port
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
+class Lineage(Message, frozen=True, kw_only=True):
     """How the steps of one stage follow those of the stage before; see `accounting`."""
 
     stopped_at: float | None = None  # when the last old step ended; None: it trains
@@ -360,8 +347,7 @@ class Lineage:
     redone_steps: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(Message, frozen=True, kw_only=True):
     """What happens to the newest state at a pause or an end; see `halting`."""
 
     orders: int = 0  # to save, so far
@@ -371,8 +357,7 @@ class Ending:
     stopped: str = ""  # STOP: why, where no user has asked for it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(Message, frozen=True, kw_only=True):
     """What a shared job has of the cluster; see `share`."""
 
     allotment: Allotment | None = None  # None: nothing is decided, or it is paused
@@ -381,8 +366,7 @@ class Share:
     refused_at: float = 0.0  # when it could not be stopped; 0: never
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
+class Announced(Message, frozen=True, kw_only=True):
     """What events have already announced, so that it is announced once."""
 
     waiting: str = ""  # what the job waits for
@@ -392,8 +376,7 @@ class Announced:
     shortage: str = ""  # of what its nodes are short
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadSlot:
+class BadSlot(Message, frozen=True, kw_only=True):
     """A slot that is to be put in quarantine, as a pod's exit has shown."""
 
     node_id: str
@@ -404,8 +387,7 @@ class BadSlot:
     at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(SteppedJob, frozen=True, kw_only=True):
     spec: JobSpec
     submitted_at: float  # seconds since 1970, as all times here
     state: JobState = JobState.WAITING

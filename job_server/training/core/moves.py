@@ -4,7 +4,7 @@ Each function makes one move and keeps the records. `rules/` decide when to make
 true, and `reports/` by what happened.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from job_server.api.wire import (
     DesiredState,

@@ -1,6 +1,6 @@
 """Hold a training while one step changes it, and say which of its pods are silent. Pure."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from job_server.api.wire import PodStagePhase
 from job_server.cluster.placement import Cluster, find_node

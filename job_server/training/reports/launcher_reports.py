@@ -6,7 +6,8 @@ something new about a stage that still counts, and otherwise changes nothing.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.failure_policy import HANG, PEER_LOST, FailedProcess
 from job_server.api.text import describe_exit

@@ -3,7 +3,7 @@
 A report may be late or come twice: it counts only where it says something new.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from job_server.api.failure_policy import FailedProcess, FailureRule, Then
 from job_server.api.text import describe_exit

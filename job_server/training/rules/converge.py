@@ -6,7 +6,8 @@ late message needs no case of its own. A deadline stands next to its rule.
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.wire import (
     DesiredState,

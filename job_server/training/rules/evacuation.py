@@ -1,7 +1,8 @@
 """Have a training leave the slots that are in quarantine, and go on with the others. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.cluster.placement import Site, slots_to_leave
 from job_server.jobs.work import Goal

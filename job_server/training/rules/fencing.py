@@ -1,6 +1,6 @@
 """Give up unreachable pods, and decide when their further steps can be ignored (fenced). Pure."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from job_server.api.wire import DesiredState, PodStagePhase
 from job_server.cluster.placement import Cluster, find_node

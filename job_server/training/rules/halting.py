@@ -6,7 +6,7 @@ written is called off. Any other end keeps the state in memory for `keep_failed_
 unless the user asked to discard it.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import (

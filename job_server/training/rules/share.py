@@ -6,7 +6,8 @@ that runs is cut and its newest state written, as for a pause; then it waits, an
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import Allotment, Order, Way

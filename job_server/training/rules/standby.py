@@ -5,8 +5,9 @@ or node: its trainers have formed a group for each of these cases besides the on
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
+
+from msgspec.structs import replace
 
 from job_server.api.wire import PlanPod, SlotKind, Way
 from job_server.cluster.placement import Cluster, find_node, slots_to_leave

@@ -33,6 +33,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 _watch = lanes.Watch()
+_frozen_modules = 0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,6 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif lanes.is_wholly_fast(item.path):  # no lane would run it
             raise pytest.UsageError(f"mark {item.nodeid} with `full`: a fixture of it is not fast")
     items.sort(key=lanes.order)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Leave what tests import out of collections, and of what a loop looks through."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 50:
+        _frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
     exit.json   `PodExit`              written once no process of the pod is left
     log         standard output and error of the pod's script
     launcher    locked by the pod's launcher; not empty once its training is complete
-    refused     {"code", "reason"} of a second launcher: how the pod ends if its script ends well
+    refused     {"code", "reason"} of a second launcher: how the pod ends if its script exits
 
 Requests, each `{"op": ...}`, and their answers:
 
@@ -24,6 +24,8 @@ Requests, each `{"op": ...}`, and their answers:
     watch              {"ok": true}, then nothing: the connection closes when the shim dies
     watch  exit: true  {"ok": true}, and {"ok": true, "exit": PodExit} once the pod has ended
 
+It locks its folder, and the one in which the pod runs ($EDL_POD_FOLDER) until the pod has ended.
+
 A shim whose script has ended stays as long as it holds a segment: until `release`, or until there
 was no request and no watcher for `LINGER_S` (after a SIGTERM to the shim itself:
 `SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}. On SIGHUP it listens
@@ -31,6 +33,7 @@ again where its socket is gone, with its folder.
 """
 
 import array
+import fcntl
 import json
 import os
 import socket
@@ -45,6 +48,30 @@ SIGNALLED_LINGER_S = 2.0  # if the shim itself was asked to end
 MAX_LINE = 1 << 20
 MAX_FDS = 16
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Return a descriptor that locks a folder as long as it is open; None: another process has it.
+
+    A file system that knows no locks keeps nobody out.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        return fd
+    return fd
+
+
+def in_use(folder: str | Path) -> str:
+    """Say that another pod runs in a pod's own folder."""
+    return f"--pod_path: another pod runs in {folder}; give this client a folder of its own"
 
 
 class ShimError(OSError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from job_client.config import ClientConfig
 from job_client.errors import PodStartError
 from job_server.api.wire import NodePod, WireError, check_id
+from pod_runtime import shim_wire
 from pod_runtime.processes import signal_name
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,11 @@ def make_folder(
     Raises:
         PodStartError: that failed; carries the package script's exit code.
     """
+    if recipe.folder.is_dir():  # before its files are written over; the shim makes sure of it
+        lock = shim_wire.lock_folder(recipe.folder)
+        if lock is None:
+            raise PodStartError(shim_wire.in_use(recipe.folder))
+        os.close(lock)
     if recipe.package_sh is None:
         try:
             recipe.folder.mkdir(parents=True, exist_ok=True)

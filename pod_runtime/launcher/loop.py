@@ -699,7 +699,8 @@ class Launcher:
             found = "the training of this pod is complete, and this would be a second one"
         os.close(claim)
         text = f"{found}: a job is one training, so make another one a job of its own"
-        # A script that goes on after this, and ends well, would have the job succeed.
+        # A script that goes on after this, and ends well, would have the job succeed; one that
+        # ends with another code would be run again.
         refused = {"code": DO_NOT_RESTART_EXIT, "reason": f"launch: {text}"}
         with contextlib.suppress(OSError):  # a full disk
             write_json(self._env.pod_dir / REFUSED, refused)

@@ -12,7 +12,6 @@ or lost its parent. When the shim has no child left, no process of the pod is le
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import selectors
@@ -43,8 +42,14 @@ class Shim:
     """The event loop around a script and its segments."""
 
     def __init__(
-        self, pod_dir: Path, script: PodScript, listener: socket.socket, wake: int
+        self,
+        pod_dir: Path,
+        script: PodScript,
+        listener: socket.socket,
+        wake: int,
+        folder_lock: int | None,
     ) -> None:
+        """`folder_lock`: of the folder in which the pod runs, to be closed with its end."""
         self.pod_dir = pod_dir
         self.script = script
         self.exit: PodExit | None = None  # None: processes of the pod are left
@@ -54,6 +59,7 @@ class Shim:
         self._watchers: dict[LineSocket, bool] = {}  # True: wants a message at the exit
         self._connections: list[LineSocket] = []
         self._wake = wake
+        self._folder_lock = folder_lock
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -125,6 +131,8 @@ class Shim:
             script.stop(_grace_of_environment(), "the script ended and left processes behind")
         if script.gone:
             self.exit = self._as_refused(script.exit())
+            if self._folder_lock is not None:
+                os.close(self._folder_lock)
             self.asked_at = time.monotonic()
             self._write_exit(self.exit)
             for watcher, wants_exit in list(self._watchers.items()):
@@ -132,7 +140,7 @@ class Shim:
                     self._answer(watcher, {"ok": True, "exit": asdict(self.exit)})
 
     def _as_refused(self, ended: PodExit) -> PodExit:
-        if ended.code == 0:
+        if ended.code is not None:  # also where the script makes another code of the refusal's
             with contextlib.suppress(OSError):  # no launcher was refused
                 return replace(ended, **json.loads((self.pod_dir / shim_wire.REFUSED).read_text()))
         return ended
@@ -267,11 +275,20 @@ def _grace_of_environment() -> float:
 
 def _lock(pod_dir: Path) -> int:
     """Make sure that this is the folder's only shim; the lock ends with the process."""
-    fd = os.open(pod_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ShimUsageError(f"--pod_dir: {pod_dir} has a running shim already") from None
+    fd = shim_wire.lock_folder(pod_dir)
+    if fd is None:
+        raise ShimUsageError(f"--pod_dir: {pod_dir} has a running shim already")
+    return fd
+
+
+def _lock_own_folder() -> int | None:
+    """Make sure that no other pod runs in this one's own folder, whose files it would overwrite."""
+    folder = os.environ.get("EDL_POD_FOLDER")
+    if folder is None:
+        return None
+    fd = shim_wire.lock_folder(Path(folder))
+    if fd is None:
+        raise ShimUsageError(shim_wire.in_use(folder))
     return fd
 
 
@@ -328,7 +345,7 @@ def main(argv: list[str]) -> int:
     """Run the shim in this process until it is not needed any more."""
     try:
         pod_dir, detach, command = _parse(argv)
-        lock = _lock(pod_dir)
+        lock, folder_lock = _lock(pod_dir), _lock_own_folder()
     except ShimUsageError as error:
         sys.stderr.write(f"shim: {error}\n")
         return 2
@@ -346,7 +363,7 @@ def main(argv: list[str]) -> int:
         os.close(ready)
         _forget_console(pod_dir / "log")
     try:
-        Shim(pod_dir, script, listener, wake).run()
+        Shim(pod_dir, script, listener, wake, folder_lock).run()
     finally:
         with contextlib.suppress(OSError):
             (pod_dir / "sock").unlink()

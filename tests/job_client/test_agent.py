@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from job_server.api.wire import DesiredState, JobSpec, JobStatus, PodPhase
 from job_server.training.machine import new_job
 from job_server.training.views import job_status
 from pod_runtime import env, processes, shim_wire
-from tests.job_client.conftest import pod
+from tests.job_client.conftest import Client, FakeServer, kill_all, pod
 from tests.support import no_descriptor_free, wait_until
 
 
@@ -708,6 +709,32 @@ def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
     start_client()
     with pytest.raises(SetupError, match="another job client runs in"):
         start_client()
+
+
+def test_no_pod_starts_in_the_folder_of_another_clients_pod(
+    start_client, make_config, server, tmp_path
+):
+    start_client()
+    server.want_until(PodPhase.RUNNING, pod())
+    (tmp_path / "package.sh").write_text("mkdir -p pods/$2; touch pods/$2/packed\n")
+    others = FakeServer()
+    config = make_config(log_dir=tmp_path / "log_b", package_sh=tmp_path / "package.sh")
+    client = Client(replace(config, script="../../train.sh"), others)
+    try:
+        state = others.want_until(PodPhase.EXITED, pod(job_id="b"))
+        assert state.reason == (
+            f"--pod_path: another pod runs in {tmp_path}/pods/pod_0_0; give this client a folder "
+            "of its own"
+        )
+        assert not (tmp_path / "pods" / "pod_0_0" / "packed").exists()
+        server.want()
+        wait_until(lambda: server.state("pod_0_0") is None)
+        others.want()
+        wait_until(lambda: others.state("pod_0_0") is None)
+        others.want_until(PodPhase.RUNNING, pod(job_id="b"))
+    finally:
+        client.end(EndMode.KILL)
+        kill_all(tmp_path / "log_b")
 
 
 def test_a_folder_whose_marker_cannot_be_written_is_refused_by_name(tmp_path):

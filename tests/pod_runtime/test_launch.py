@@ -259,6 +259,7 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
             '"$@"; "$@"; echo "that was it"',  # without `set -e`
             "the training of this pod is complete, and this would be a second one",
         ),
+        ('"$@" && { "$@" || exit 1; }', "the training of this pod is complete, and this would be"),
         (
             '"$@" & one=$!; "$@" & wait $!; code=$?; wait $one; exit $((code | $?))',
             "another launcher of this pod runs",
@@ -272,7 +273,8 @@ def test_a_second_launcher_of_a_pod_is_refused_beside_the_first_and_behind_it(
     pod.start("--steps", "100", lines=lines)
     start_stage(server, 1, pod, way=Way.START)
     wait_until(lambda: pod.has_exited(78), what="exit")
-    assert f"launch: {said}: a job is one training" in pod.console()
+    assert f"launch: {said}" in pod.console()
+    assert ": a job is one training" in pod.console()
     (exited,) = server.told(ReportKind.EXITED)
     assert (exited.code, len(server.told(ReportKind.STARTED))) == (0, 1)
 

@@ -460,6 +460,29 @@ def test_a_second_shim_of_the_same_folder_is_refused(start_shim):
     assert ask(folder, op="status")["running"] is True
 
 
+def test_two_pods_do_not_run_in_one_folder_and_the_next_may_once_the_first_has_ended(
+    start_shim, tmp_path
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    folder = start_shim("sleep", "600", EDL_POD_FOLDER=str(own))
+    (tmp_path / "b").mkdir()
+    argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(tmp_path / "b"), "--"]
+    environ = {**os.environ, "EDL_POD_FOLDER": str(own)}
+    second = subprocess.run([*argv, "true"], capture_output=True, text=True, env=environ)
+    assert second.returncode == 2
+    assert f"another pod runs in {own}; give this client a folder of its own" in second.stderr
+    segment = {"pod_id": "pod_0_0", "stage": 1, "size_bytes": 5}
+    fd = os.memfd_create("segment")
+    os.write(fd, b"state")
+    shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))  # its shim stays for it
+    os.close(fd)
+    ask(folder, op="kill")
+    wait_until(lambda: (folder / "exit.json").exists())
+    assert subprocess.run([*argv, "true"], env=environ, timeout=60).returncode == 0
+    assert answers(folder)
+
+
 @pytest.mark.parametrize(
     "args", [[], ["--pod_dir", "x"], ["--", "true"], ["--pod_dir", "/no/such", "--", "true"]]
 )

@@ -41,6 +41,7 @@ _TO_OPTUNA: Mapping[TrialState, OptunaState] = {
     TrialState.PRUNED: OptunaState.PRUNED,
     TrialState.FAILED: OptunaState.FAIL,
 }
+_SEEDS = 4_294_000_079  # a prime below 2**32, beyond which numpy takes none
 _ID, _FIXED = "edl_id", "edl_fixed"  # attributes of the study
 _SUBMITTED, _RELEASED, _WHY = "edl_submitted", "edl_released", "edl_why"  # ... of a trial
 
@@ -130,7 +131,7 @@ class StudyStore:
         """Draw the parameters of another trial; return its number."""
         # A sampler of its own for each trial: after a restart it goes on, and does not begin anew.
         number = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = _sampler(self._spec.sampler, (self._spec.seed << 20) + number)
+        self._study.sampler = _sampler(self._spec.sampler, self._spec.seed, number)
         trial = self._study.ask()
         self._draw(trial)
         drawn: int = trial.number
@@ -140,8 +141,7 @@ class StudyStore:
         """Return a trial; draw what a kill has kept it from drawing."""
         known = self.trial(number)
         if known.values.keys() != self._spec.parameters.keys():
-            seed = (self._spec.seed << 20) + number
-            self._study.sampler = _sampler(self._spec.sampler, seed)
+            self._study.sampler = _sampler(self._spec.sampler, self._spec.seed, number)
             self._draw(self._open(number))
         return self.trial(number)
 
@@ -212,7 +212,9 @@ def _suggest(trial: optuna.Trial, name: str, parameter: Parameter) -> None:
             trial.suggest_categorical(name, choices)
 
 
-def _sampler(spec: SamplerSpec, seed: int) -> optuna.samplers.BaseSampler:
+def _sampler(spec: SamplerSpec, seed: int, number: int) -> optuna.samplers.BaseSampler:
+    """Return what draws the parameters of a trial."""
+    seed = ((seed << 20) + number) % _SEEDS
     if spec.kind == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     return optuna.samplers.TPESampler(n_startup_trials=spec.startup_trials, seed=seed)

@@ -214,7 +214,7 @@ class _Reader:
             user=self.text("user", ""),
             max_run_time_s=time,
             sampler=self.sampler(),
-            seed=self.whole("seed", 0, 0),
+            seed=self.whole("seed", 0, 0, most=2**63 - 1),
             pruner=self.pruner(epochs),
             weigh=self.flag("weigh", True),
         )
@@ -394,10 +394,10 @@ class _Reader:
             raise self.wrong(key, f"expected a number, got {value!r}")
         return number
 
-    def whole(self, key: str, low: int, *default: int) -> int:
+    def whole(self, key: str, low: int, *default: int, most: int = 10**6) -> int:
         value = self.take(key, *default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 10**6:
-            raise self.wrong(key, f"expected a whole number of at least {low}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+            raise self.wrong(key, f"expected a whole number of {low} to {most}, got {value!r}")
         return value
 
     def amount(self, key: str, read: Callable[[str], float]) -> float | None:

@@ -11,7 +11,15 @@ import pytest
 from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
 from search.decide import TrialState
-from search.study_file import Choice, Parameter, PrunerSpec, StudySpec, read_study
+from search.study_file import (
+    Choice,
+    FloatRange,
+    Parameter,
+    PrunerSpec,
+    SamplerSpec,
+    StudySpec,
+    read_study,
+)
 from tests.search.study import job, study
 from tests.support import nothing_writable
 
@@ -120,6 +128,19 @@ def unharmed(tmp_path_factory) -> tuple[Any, Any]:
     folder, jobs = tmp_path_factory.mktemp("unharmed"), Jobs(epochs=3)
     start(folder, jobs)
     return results(folder), jobs
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_any_seed_of_a_study_draws_and_another_one_draws_otherwise(tmp_path, sampler):
+    drawn = []
+    for seed in (4095, 4096, 20261126, 2**63 - 1):
+        spec = replace(
+            SPEC, seed=seed, parameters={"lr": FloatRange(low=0.0, high=1.0, log=False, step=None)},
+            sampler=SamplerSpec(kind=sampler),
+        )  # fmt: skip
+        with StudyStore(tmp_path / str(seed), spec) as store:
+            drawn += [store.trial(store.ask()).values["lr"] for _ in range(3)]
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_a_study_runs_to_its_end_and_prunes_what_is_worse(unharmed):

@@ -72,7 +72,7 @@ def test_a_trials_job_shares_the_cluster_and_gets_the_values_as_arguments(tmp_pa
     ("text", "says"),
     [
         ("nme: b", "unknown key 'nme'; known: name, "),
-        ("trials: 0", "trials: expected a whole number of at least 1, got 0"),
+        ("trials: 0", "trials: expected a whole number of 1 to 1000000, got 0"),
         ("direction: up", "direction: expected one of maximize, minimize, got 'up'"),
         ("min: 3\nmax: 2", "max: must be at least min (3), got 2"),
         ("folder: ../x", "folder: '../x' is not an id"),

@@ -42,6 +42,7 @@ POLL_S = 30.0
 PATIENCE_S = 60.0  # who follows something follows it on once the server has been started again
 _LINES_S, _LIVE_S = 10.0, 2.0  # how often `edl top` looks, unless told otherwise
 _LOOK_S = 3.0  # at each of several servers
+_SHOWN_JOBS = 5  # of each of them
 _WAIT_LOOK_S = 0.2  # `edl capacity --wait`
 _ONLY = "may be left out if there is only one"
 
@@ -105,10 +106,13 @@ def _show_servers(servers: Sequence[LocalServer], args: argparse.Namespace) -> i
 def _jobs_text(server: LocalServer) -> str:
     try:
         with ApiClient(server.url, server.token(), _LOOK_S) as api:
-            jobs = api.jobs()
+            jobs = list(api.jobs())
     except (ConfigError, JobServerError) as error:
         return str(error)
-    return ", ".join(f"{job.job_id} {job.state.value}" for job in jobs) or "-"
+    jobs = sorted(jobs, key=lambda job: job.state.ended)  # a search leaves very many of them
+    texts = [f"{job.job_id} {job.state.value}" for job in jobs[:_SHOWN_JOBS]]
+    more = [f"{len(jobs) - _SHOWN_JOBS} more"] if len(jobs) > _SHOWN_JOBS else []
+    return ", ".join(texts + more) or "-"
 
 
 # --- the command line ---------------------------------------------------------------------------

@@ -94,13 +94,14 @@ def _open(job: JobStatus, pod: JobPod, lines: int) -> _Tail | None:
     if not pod.log_path or not path.is_file() or not _is_of(job, pod, path.parent):
         return None
     with path.open("rb") as file:
-        begin = end = file.seek(0, os.SEEK_END)
-        tail = b""
-        while begin > 0 and tail.count(b"\n") <= lines:
-            begin = max(begin - _BLOCK_BYTES, 0)
+        end = file.seek(0, os.SEEK_END)
+        begin, tail = end, list[bytes]()
+        while begin > 0 and len(tail) <= lines:
+            begin = max(2 * begin - end - _BLOCK_BYTES, 0)  # twice as much: lines may be long
             file.seek(begin)
-            tail = file.read(end - begin)
-    wanted = tail.splitlines(keepends=True)[-lines:] if lines else []
+            # What a progress bar has written is one line for each carriage return.
+            tail = file.read(end - begin).splitlines(keepends=True)
+    wanted = tail[-lines:] if lines else []
     return _Tail(pod_id=pod.pod_id, path=path, offset=end - sum(map(len, wanted)))
 
 

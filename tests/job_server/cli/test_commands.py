@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,17 @@ def test_several_servers_are_listed_and_one_has_to_be_named(mine, capsys, monkey
         assert main(["status"]) == main(["status", "--server", one.url]) == 0
         states = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
         assert states == ["STATE", "STOPPED", "STATE", "RUNNING"]
+        monkeypatch.delenv("PADDLE_JOBSERVER")
+        with one.api(token.read_text().strip()) as api:
+            for number in range(7):
+                api.submit(wire.JobSpec(job_id=f"more{number}", folder="none"))
+                api.stop(f"more{number}", discard=True)
+            api.submit(wire.JobSpec(job_id="waits", folder="none"))
+        assert main(["status"]) == 0
+        assert (
+            "default_job RUNNING, waits WAITING, more0 STOPPED, more1 STOPPED, more2 STOPPED, "
+            "4 more" in capsys.readouterr().out
+        )
 
 
 def test_status_of_one_job_tells_pods_and_stages(run):
@@ -422,6 +434,20 @@ def test_a_log_that_an_earlier_pod_has_left_here_is_not_taken_for_that_of_a_pod_
     said = list(log_lines(api, "job", [], follow=False, lines=20))
     elsewhere = f"[pod_1_0] not on this machine: {log} on node {pod.node_id} ({pod.addr})"
     assert said == (["epoch 90"] if is_shown else [elsewhere])
+
+
+def test_the_end_of_a_log_of_a_progress_bar_is_found_at_once(tmp_path):
+    bar = "".join(f"\r{number:<99}" for number in range(300_000))
+    (tmp_path / "log").write_text(f"epoch 1\n{bar}")
+    mine = wire.NodePod(pod_id="pod_0_0", job_id="job", slots=(0,), want=wire.DesiredState.RUN)
+    (tmp_path / "pod.json").write_text(json.dumps(wire.encode(mine)))
+    status = trains(world()).status
+    pod = replace(status.pods[0], pod_id="pod_0_0", log_path=str(tmp_path / "log"))
+    api: Any = SimpleNamespace(status=lambda _job_id: replace(status, pods=(pod,)))
+    began = time.process_time()
+    said = list(log_lines(api, "job", [], follow=False, lines=2))
+    assert time.process_time() - began < 1.0
+    assert [line.split() for line in said] == [["299998", "299999"]]
 
 
 def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):

@@ -288,7 +288,7 @@ def _change_script(args: argparse.Namespace) -> ScriptSpec:
             f"--change_script: {named!r} is none of none, alternate, walk, and no .yaml or .csv"
         )
     try:
-        return ScriptSpec(kind=kind, text=Path(named).read_text(encoding="utf-8"))
+        return ScriptSpec(kind=kind, text=Path(named).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise WireError(f"--change_script: {named} cannot be read: {error}") from error
 

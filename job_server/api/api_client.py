@@ -370,6 +370,7 @@ def server_url(text: str) -> str:
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = valid and not (parts.hostname or "").isdecimal()  # a port without its host
         port = f":{DEFAULT_PORT}" if "://" not in text and parts.port is None else ""
     except ValueError:
         valid, port = False, ""

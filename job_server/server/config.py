@@ -222,7 +222,7 @@ def read_script_file(flag: str, name: str) -> ScriptSpec:
             "or a file that ends in .yaml or .csv"
         )
     try:
-        return ScriptSpec(kind=kind, text=Path(name).read_text(encoding="utf-8"))
+        return ScriptSpec(kind=kind, text=Path(name).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag}: {name} cannot be read: {error}") from None
 

@@ -89,7 +89,7 @@ def read_trace(path: Path, *, slots: int) -> list[SimulatedJob]:
         WorkloadError: the file is neither; the text names line and field.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # as spreadsheets write it
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: cannot be read: {error}") from None
     if path.suffix == ".json":

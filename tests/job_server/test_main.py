@@ -130,6 +130,14 @@ def test_a_dry_run_prints_the_timeline_and_starts_nothing(files, capsys):
     assert not (files / "new.db").exists()
 
 
+def test_a_trace_may_be_as_a_spreadsheet_writes_it(files, capsys):
+    text = "time_s,free_slots\r\n0,8\r\n60,2\r\n"
+    (files / "sheet.csv").write_text(text, encoding="utf-8-sig", newline="")
+    argv = ["--dry_run", "--pod_num_of_node", "8", "--change_script", "sheet.csv"]
+    assert main(argv) == 0
+    assert "0:01:00  set 2 pods (2 free slots): 8 -> 2 pods" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_a_job_that_cannot_change_says_what_to_say(files, capsys):
     assert main(["--dry_run"]) == 0
     assert "every change is skipped: this job may have 1 to 1 pod" in capsys.readouterr().out

@@ -386,6 +386,14 @@ def test_a_token_that_is_none_is_refused_before_anything_starts():
     assert refused.value.exit_code == 2
 
 
+def test_a_trace_may_be_as_a_spreadsheet_writes_it(tmp_path):
+    path = tmp_path / "sheet.csv"
+    path.write_text("time_s,free_slots\n0,1\n", encoding="utf-8-sig")
+    argv = ["--change_script", str(path), TOY]
+    script = read_config(argv, {"CUDA_VISIBLE_DEVICES": ""}).spec.script
+    assert script.text == "time_s,free_slots\n0,1\n"
+
+
 def test_a_change_script_that_the_server_refuses_ends_with_2_and_its_words(run, tmp_path):
     (tmp_path / "changes.yaml").write_text("- at: 1s\n  pods: [\n")
     job = run("--cpu_slots", "1", "--change_script", "changes.yaml", TOY)

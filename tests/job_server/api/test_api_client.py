@@ -238,7 +238,17 @@ def test_a_servers_url_may_leave_out_the_scheme(text, url):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ftp://box", "http://", "http://box/api", "box:port", "box:0", "file:///x", "a b:1"],
+    [
+        "",
+        "ftp://box",
+        "http://",
+        "http://box/api",
+        "box:port",
+        "box:0",
+        "file:///x",
+        "a b:1",
+        "8180",
+    ],
 )
 def test_what_is_no_url_is_refused(text):
     with pytest.raises(ValueError, match="HOST:PORT"):

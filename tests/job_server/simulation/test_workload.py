@@ -29,7 +29,8 @@ def test_a_csv_trace(tmp_path):
     path.write_text(
         "job_id,submitted_s,trainers,duration_s,min_trainers,max_trainers,priority,curve\n"
         "late,60,2,100,1,4,1,resnet50_p100\n"
-        "early,0,8,50,,,,\n"
+        "early,0,8,50,,,,\n",
+        encoding="utf-8-sig",  # as a spreadsheet writes it
     )
     early, late = read_trace(path, slots=16)
     assert (early.job_id, early.trainers, early.min_trainers, early.max_trainers) == (

@@ -4,7 +4,8 @@
 #   ./run.sh --data_dir DIR                        DIR has MNIST's four files; without it: smaller digits
 #   ./run.sh [STUDENT'S OPTIONS] [-- TEACHER'S]    options of train_with_fleet.py, which has --help; what
 #                                                  the student is told of --data_dir, --use_gpu and
-#                                                  --seed, the teacher is told as well
+#                                                  --seed, the teacher is told as well. In the folder
+#                                                  of --checkpoint each student has one of its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it mnist_distill/ gets the
 # teacher and the logs).
 set -euo pipefail
@@ -36,6 +37,7 @@ for name in data_dir seed; do
     [ -z "$value" ] || shared+=("--$name=$value")
 done
 [ -z "$use_gpu" ] || shared+=("--use_gpu=$use_gpu")
+checkpoint="$(option checkpoint "" ${students[@]+"${students[@]}"})"
 
 ensure_python
 make_state
@@ -63,10 +65,11 @@ done
 say "--- 3. a student, with what the teacher says of each image"
 task=(--labelled 500 --batch_size 50 --num_epochs 60 --test_epochs 10 ${students[@]+"${students[@]}"})
 train "$here/train_with_fleet.py" "${task[@]}" --use_distill_service True --distill_teachers "$addresses" \
-    --no_teacher_timeout_s 60 --json "$out/distilled.json"
+    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} --no_teacher_timeout_s 60 --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
-train "$here/train_with_fleet.py" "${task[@]}" --json "$out/alone.json"
+train "$here/train_with_fleet.py" "${task[@]}" ${checkpoint:+"--checkpoint=$checkpoint/alone"} \
+    --json "$out/alone.json"
 
 end_all
 "$python" - "$out" <<'PYTHON'
@@ -80,5 +83,6 @@ for name, text in (
     ("alone", "same student without"),
 ):
     told = json.loads(Path(sys.argv[1], f"{name}.json").read_text())
-    print(f"{text:26}{told['model']:5}{100 * told['accuracy']:6.2f}% right")
+    right = "trained before" if told["accuracy"] is None else f"{100 * told['accuracy']:6.2f}% right"
+    print(f"{text:26}{told['model']:5}{right}")
 PYTHON

@@ -5,7 +5,8 @@
 #   ./run.sh --data_dir DIR                        DIR has train.txt and dev.txt: label<TAB>text
 #   ./run.sh [STUDENT'S OPTIONS] [-- TEACHER'S]    options of train_student.py and train_teacher.py, which
 #                                                  have --help; what the student is told of --use_gpu
-#                                                  and --seed, the teacher is told as well
+#                                                  and --seed, the teacher is told as well. In the
+#                                                  folder of --checkpoint each student has its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it nlp_distill/ gets the
 # texts, the teacher and the logs).
 set -euo pipefail
@@ -45,6 +46,7 @@ source "$here/../scripts/with_teachers.sh"
 need_teacher_packages distill
 gpus="$(usable_gpus "$(option use_gpu "" ${students[@]+"${students[@]}"})")"
 
+checkpoint="$(option checkpoint "" ${students[@]+"${students[@]}"})"
 data="$(option data_dir "" ${students[@]+"${students[@]}"})"
 if [ -z "$data" ]; then
     data="$out/text_data"
@@ -69,7 +71,8 @@ done
 say "--- 3. a student, with what the teacher says of its texts, and of those without a label"
 train "$here/train_student.py" --labelled 200 --unlabelled all ${students[@]+"${students[@]}"} \
     --use_distill_service True --distill_teachers "$addresses" --teacher_dir "$out/text_teacher_model" \
-    --distill_cache "$out/soft_labels" --no_teacher_timeout_s 60 --json "$out/distilled.json"
+    --distill_cache "$out/soft_labels" --no_teacher_timeout_s 60 \
+    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
 alone=() # without what is of no use to it
@@ -81,7 +84,8 @@ while [ ${#students[@]} -gt 0 ]; do
     esac
 done
 # More epochs: it has fewer texts.
-train "$here/train_student.py" --labelled 200 --num_epochs 60 ${alone[@]+"${alone[@]}"} --json "$out/alone.json"
+train "$here/train_student.py" --labelled 200 --num_epochs 60 ${alone[@]+"${alone[@]}"} \
+    ${checkpoint:+"--checkpoint=$checkpoint/alone"} --json "$out/alone.json"
 
 end_all
 "$python" - "$out" <<'PYTHON'

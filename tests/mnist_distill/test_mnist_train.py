@@ -67,7 +67,8 @@ def whole_run(tmp_path_factory):
     state = tmp_path_factory.mktemp("state")
     mark = uuid.uuid4().hex
     done = start(
-        "bash", FOLDER / "run.sh", *SMALL, "--unlabelled=20", "--", "--num_epochs=2",
+        "bash", FOLDER / "run.sh", *SMALL, "--unlabelled=20", "--checkpoint", "both",
+        "--", "--num_epochs=2",
         cwd=state, EDL_STATE_DIR=str(state), EDL_PYTHON=sys.executable, TEACHERS="2",
         MNIST_TEST_MARK=mark,
     )  # fmt: skip
@@ -92,6 +93,13 @@ def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     ]
     assert shown[0] > 80
     assert re.search(rf"^student with the teacher +mlp +{shown[1]:.2f}% right$", said, re.M)
+
+
+def test_each_student_has_a_checkpoint_of_its_own(whole_run):
+    # In one folder the second went on from the first, which had learned from the teacher.
+    folder, _said, _mark = whole_run
+    kept = {path.name for path in (folder.parent / "both").iterdir()}
+    assert kept == {"distilled", "alone"}
 
 
 def test_both_teachers_have_answered_and_ended_in_order(whole_run):

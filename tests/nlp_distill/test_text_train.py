@@ -41,6 +41,7 @@ def whole_run(texts, tmp_path_factory):
     done = start(
         "bash", FOLDER / "run.sh", f"--data_dir={texts}", "--labelled=3", "--unlabelled=110",
         "--unlabelled_file", extra, "--num_epochs=8", "--fetch_steps=2", "--lr=0.02",
+        "--checkpoint", "both",
         "--", "--num_epochs=10", "--lr=0.01",
         "--layers=1", "--width=16", "--dropout=0.1",
         cwd=state, EDL_STATE_DIR=str(state), EDL_PYTHON=sys.executable,
@@ -66,6 +67,11 @@ def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     ]
     assert shown[0] > 90, "the texts are easy"
     assert shown[1] > shown[2], "what the teacher says of the others is worth something"
+
+
+def test_each_student_has_a_checkpoint_of_its_own(whole_run):
+    folder, _said = whole_run
+    assert {path.name for path in (folder.parent / "both").iterdir()} == {"distilled", "alone"}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,12 @@ from distill_reader.protocols.prototxt import (
     to_text,
     write_config,
 )
-from distill_reader.teacher.predictor.model_folder import find_model, make_signature, read_signature
+from distill_reader.teacher.predictor.model_folder import (
+    check_room,
+    find_model,
+    make_signature,
+    read_signature,
+)
 from distill_reader.teacher.predictor.model_program import read_program
 
 _MODEL_NAME = "model"  # base name of the files that save_servable writes
@@ -53,7 +58,8 @@ def convert(
     """Copy the model in `dirname` to `serving_server` and write the config files for both sides.
 
     Args:
-        serving_server: new or existing folder; files of the same names are replaced.
+        serving_server: new or existing folder; files of the same names are replaced. It must not
+            hold another model.
         serving_client: folder for the two config files that Paddle Serving's clients read.
         model_filename, params_filename: the model's files, if there are several.
         feed_alias_names: what clients call the inputs, in the order of the exported model; empty:
@@ -85,6 +91,7 @@ def convert(
         used = {aliases.get(name, name): each for name, each in kept.items()}
     used = check_inputs(used, served.inputs)
     server, client = Path(serving_server), Path(serving_client)
+    check_room(server, [path.name for path in files.paths])  # before a model there is spoiled
     server.mkdir(parents=True, exist_ok=True)
     client.mkdir(parents=True, exist_ok=True)
     for path in files.paths:
@@ -93,7 +100,6 @@ def convert(
     write_config(config, server, SERVER_FILES)
     write_config(config, client, CLIENT_FILES)
     write_folder(server, used)
-    find_model(server)  # raises if files that were there before are ambiguous now
     return config
 
 
@@ -133,6 +139,7 @@ def save_servable(
     folder.mkdir(parents=True, exist_ok=True)
     for suffix in (".json", ".pdmodel", ".pdiparams", ".pdiparams.info"):
         (folder / f"{_MODEL_NAME}{suffix}").unlink(missing_ok=True)  # of another version of Paddle
+    check_room(folder, (f"{_MODEL_NAME}.json", f"{_MODEL_NAME}.pdiparams"))
     paddle.jit.save(layer, str(folder / _MODEL_NAME), input_spec=list(input_spec))
     return convert(
         folder,

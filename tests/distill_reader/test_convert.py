@@ -10,6 +10,7 @@ from distill_reader.errors import UsageError
 from distill_reader.model.normalization import Normalization, read_folder
 from distill_reader.protocols.prototxt import CLIENT_FILES, SERVER_FILES, read_config
 from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.model_folder import find_model
 from distill_reader.teacher.predictor.paddle_backend import load
 from distill_reader.teacher.predictor.process import load_models
 from distill_reader.teacher.predictor.wire import StartMessage
@@ -75,6 +76,20 @@ def test_a_converted_model_can_be_converted_again_and_gets_new_aliases(paddle_fo
     convert(paddle_folder / "paddle3", tmp_path, tmp_path, feed_alias_names=["first"])
     convert(tmp_path, tmp_path, tmp_path, feed_alias_names=["second"])
     assert read_config(tmp_path / SERVER_FILES[0]).feeds[0].alias == "second"
+
+
+def test_a_folder_that_holds_another_model_stays_as_it_is(paddle_folder, tmp_path, capsys):
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    command = ["--serving_server", str(kept), "--serving_client", str(tmp_path / "client")]
+    raw = paddle_folder / "paddle3"
+    assert main(["--dirname", str(raw), *command, "--normalize", "image:mean=0.5"]) == 0
+    other.mkdir()
+    for path in find_model(raw).paths:
+        shutil.copyfile(path, other / f"other{path.suffix}")
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    assert main(["--dirname", str(other), *command]) == 2
+    assert "holds several models" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
 
 
 @pytest.mark.full  # imports Paddle

@@ -5,7 +5,7 @@ or Paddle 1.x (`__model__` with `__params__`, or with a file per parameter). A c
 Serving beside them gives the tensors aliases.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,18 @@ def find_model(
     except UsageError as error:
         raise ModelError(str(error)) from error
     return ModelFiles(folder=folder, program=program, params=params, config=config)
+
+
+def check_room(folder: str | Path, names: Iterable[str]) -> None:
+    """See that with files of these names a folder holds one model; there may be no folder yet.
+
+    Raises:
+        ModelError: several could be meant then; lists them.
+    """
+    folder = Path(folder)
+    there = folder.iterdir() if folder.is_dir() else ()
+    files = sorted({*there, *(folder / name for name in names)})
+    _find_params(folder, files, _find_program(folder, files, None), None)
 
 
 def read_signature(files: ModelFiles, name: str) -> Signature:

@@ -24,7 +24,7 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
     `kl_divergence` at temperature 1, from which it differs by the teacher's entropy.
 
     Args:
-        student_logits: (..., C) float, before softmax.
+        student_logits: (..., C) float, before softmax; C > 1.
         soft_labels: (..., C) float, each row sums to 1. Or (values, indices) of the largest: the
             rest of the sum of 1 is spread evenly over the other classes.
 
@@ -33,6 +33,7 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
         TypeError: something is no tensor, as numpy's arrays are not.
     """
     f = functions_of(student_logits)
+    _check_classes(student_logits)
     log_shares = f.log_softmax(f.precise(student_logits))
     if isinstance(soft_labels, tuple | list):
         return _top_cross_entropy(f, log_shares, *_checked_top(f, student_logits, soft_labels))
@@ -49,7 +50,7 @@ def kl_divergence(
     temperature grows, and keeps its weight compared with a loss against labels.
 
     Args:
-        student_logits: (..., C) float, before softmax.
+        student_logits: (..., C) float, before softmax; C > 1.
         teacher_logits: (..., C) float, before softmax. Or (values, indices) of the largest: the
             teacher's probabilities of the other classes count as 0.
         temperature: > 0; above 1 the small shares count more.
@@ -60,6 +61,7 @@ def kl_divergence(
     """
     _check_temperature(temperature)
     f = functions_of(student_logits)
+    _check_classes(student_logits)
     log_shares = f.log_softmax(f.precise(student_logits) / temperature)
     if isinstance(teacher_logits, tuple | list):
         teacher_logits, indices = _checked_top(f, student_logits, teacher_logits)
@@ -185,6 +187,16 @@ def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:
         raise ValueError(
             f"{name}: expected the shape of student_logits {list(student_logits.shape)}, got "
             f"{list(other.shape)}"
+        )
+
+
+def _check_classes(student_logits: Tensor) -> None:
+    """Refuse a single class: its softmax is always 1, so that nothing would be learned."""
+    if list(student_logits.shape[-1:]) == [1]:
+        raise ValueError(
+            f"student_logits: expected [..., C] with two classes or more, got "
+            f"{list(student_logits.shape)}: for one output take the framework's "
+            "binary_cross_entropy_with_logits"
         )
 
 

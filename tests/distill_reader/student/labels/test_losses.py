@@ -311,6 +311,8 @@ def test_nothing_flows_back_to_the_teacher(side: Any):
         (lambda a, b, y: distillation_loss(a, b, y[:3]), r"labels: .*got \[3\]"),
         (lambda a, b, y: distillation_loss(a, b, y, temperature=-1), "temperature"),
         (lambda a, b, y: soft_cross_entropy(a, (b,)), r"expected \(values, indices\), got 1"),
+        (lambda a, b, y: kl_divergence(a[:, :1], b[:, :1]), r"two classes or more, got \[5, 1\]"),
+        (lambda a, b, y: soft_cross_entropy(a[:, :1], b[:, :1]), "two classes or more"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(side: Any, call: Callable[..., Any], words: str):

@@ -128,6 +128,7 @@ class StudentClient:
         self._is_stopped = False
         self._lock = threading.Lock()
         self._logged_s = -_LOG_EVERY_S
+        self.trouble = f"service {service}: nobody has told its teachers yet"  # "": it has some
         self._thread = threading.Thread(target=self._run, name="edl-discovery", daemon=True)
 
     @property
@@ -217,9 +218,11 @@ class StudentClient:
         if listed != self._held:
             logger.info("service %s: teachers are now %s", self._service, ", ".join(listed) or "-")
         self._held, self._has_heard = listed, True
+        self.trouble = "" if listed else f"service {self._service} has no teacher"
         self._notify(listed)
 
     def _note(self, error: DistillError) -> None:
+        self.trouble = f"service {self._service}: {error}"
         now = time.monotonic()
         if now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now

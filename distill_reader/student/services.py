@@ -94,6 +94,7 @@ class Services:
                     timeout_s=settings.answer_timeout_s,
                     hedges=settings.hedging,
                     may_get_others=isinstance(source, DynamicSource),
+                    why_none=source.why_none if isinstance(source, DynamicSource) else None,
                     mixes_versions=settings.mixed_versions,
                     padding=settings.padding,
                     cache=self._cache(settings, labels, name),

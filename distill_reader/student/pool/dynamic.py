@@ -79,6 +79,10 @@ class DynamicSource:
         self.notify = None
         self._student.remove(self)
 
+    def why_none(self) -> str:
+        """Return why there is no teacher; "": there is one."""
+        return self._student.why_none()
+
 
 class _DiscoveryStudent:
     """A StudentClient while iterations run, and for some time after the last one.
@@ -96,6 +100,10 @@ class _DiscoveryStudent:
         self._held: Sequence[str] = ()
         self._timer: threading.Timer | None = None  # None: it is in use, or is not a student
         self._is_retired = False  # the reader has another service now
+
+    def why_none(self) -> str:
+        client = self._client
+        return "" if client is None else client.trouble
 
     def add(self, source: DynamicSource, require: int) -> None:
         with self._lock:

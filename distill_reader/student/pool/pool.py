@@ -62,6 +62,7 @@ class PoolSettings:
     timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
     hedges: bool = True  # whether late requests are sent to a second teacher
     may_get_others: bool = False  # discovery replaces teachers that are unusable
+    why_none: Callable[[], str] | None = None  # discovery tells no teachers; None: a fixed list
     mixes_versions: bool = False  # whether teachers of different models may answer
     padding: Padding | None = None  # None: fields are not padded
     wire_ins: tuple[tuple[str, str], ...] = ()  # fields that are sent as "uint8"; "": all that can
@@ -95,7 +96,7 @@ class TeacherPool:
         self._lock = lock
         self._ready = ready
         self._connect = connect
-        self._registry = TeacherRegistry(lock, paces, time.monotonic())
+        self._registry = TeacherRegistry(lock, paces, time.monotonic(), why_none=settings.why_none)
         self._idle = 0  # threads of all teachers that wait for work
         self._called: Teacher | None = None  # woken for work, and not running yet
         self._is_closing = False

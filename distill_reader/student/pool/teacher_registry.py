@@ -1,7 +1,7 @@
 """The state of a pool's teachers. Guarded by the pool's lock; has no thread of its own."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from distill_reader.backoff import backoff_s
 from distill_reader.errors import BadRequest, DistillError, UsageError
@@ -132,11 +132,20 @@ class Teacher:
 class TeacherRegistry:
     """The teachers of a pool by endpoint, and those that are leaving."""
 
-    def __init__(self, lock: threading.RLock, paces: dict[str, Pace], now: float) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        paces: dict[str, Pace],
+        now: float,
+        *,
+        why_none: Callable[[], str] | None = None,
+    ) -> None:
         """
         Args:
             paces: by endpoint what earlier iterations have learned; is updated.
+            why_none: tells why the list is empty; None: nobody knows.
         """
+        self._why_none = why_none or (lambda: "")
         self._lock = lock
         self._paces = paces
         self._leaving: list[Teacher] = []  # not in the list any more, but with requests in flight
@@ -231,4 +240,4 @@ class TeacherRegistry:
     def troubles(self) -> str:
         """Return why there is no teacher."""
         texts = [each.about(each.trouble or each.state) for each in self.wanted]
-        return "; ".join(texts) or "the list of teachers is empty"
+        return "; ".join(texts) or self._why_none() or "the list of teachers is empty"

@@ -252,7 +252,15 @@ def test_it_may_ask_redis_itself(redis_server, reader, run):
 def test_no_server_and_no_teacher_end_nothing_but_what_was_asked_for(reader, free_endpoint):
     reader.set_dynamic_teacher(free_endpoint, "svc").set_no_teacher_timeout(0.3)
     results = reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])()
-    with pytest.raises(NoTeacher, match="the list of teachers is empty"):
+    words = rf"service svc: discovery server {free_endpoint}: .*failed"
+    with pytest.raises(NoTeacher, match=words):
+        next(results)
+
+
+def test_a_service_without_teachers_is_named(discovery, reader):
+    reader.set_dynamic_teacher(discovery.endpoint, "unheard").set_no_teacher_timeout(1.0)
+    results = reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])()
+    with pytest.raises(NoTeacher, match="service unheard has no teacher"):
         next(results)
 
 

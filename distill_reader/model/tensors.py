@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,6 +172,18 @@ def array_of(tensor: Any) -> Array:
         return np.asarray(tensor.numpy())
     cast = tensor.float if hasattr(tensor, "float") else lambda: tensor.astype("float32")
     return np.asarray(cast().numpy())
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a list, tuple or dict with all its values changed; anything else as it is."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([change(each) for each in value])
+    if kind is dict:
+        return {key: change(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(kind, "_make"):  # a namedtuple
+        return kind._make([change(each) for each in value])
+    return value
 
 
 def memory_of(value: Any, deep: int = 4) -> int:

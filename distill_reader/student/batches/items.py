@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill_reader.errors import BadRequest, UsageError
-from distill_reader.model.tensors import array_of, memory_of
+from distill_reader.model.tensors import array_of, memory_of, rebuilt
 from distill_reader.student.batches.label_index import Keys
 from distill_reader.student.batches.tries import Tries
 from distill_reader.student.clients.client import Array
@@ -344,11 +344,7 @@ def _own(value: Any, deep: int = 2) -> Any:
     if hasattr(value, "is_shared"):
         is_shared = value.device.type == "cpu" and value.is_shared()
         return value.clone() if is_shared else value
-    if deep and type(value) in (list, tuple):
-        return type(value)([_own(each, deep - 1) for each in value])
-    if deep and type(value) is dict:
-        return {key: _own(each, deep - 1) for key, each in value.items()}
-    return value
+    return rebuilt(value, lambda each: _own(each, deep - 1)) if deep else value
 
 
 class BatchFormat(_Fields):

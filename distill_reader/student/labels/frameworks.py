@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from distill_reader.errors import UsageError
+from distill_reader.model.tensors import rebuilt
 
 Framework = Literal["paddle", "torch"]
 
@@ -91,16 +92,14 @@ def check_framework(framework: str) -> None:
 def tensor_maker(framework: Framework) -> Callable[[Any], Any]:
     """Return a function that makes tensors of the arrays and numpy numbers in an item.
 
-    It goes into lists and tuples; all else stays as it is: tensors, texts, None.
+    It goes into lists, tuples and dicts; all else stays as it is: tensors, texts, None.
     """
     from_array = _functions(framework).from_array
 
     def convert(value: Any) -> Any:
         if isinstance(value, np.ndarray | np.generic):
             return from_array(np.asarray(value)) if value.dtype.name in _TYPES else value
-        if type(value) in (list, tuple):
-            return type(value)([convert(each) for each in value])
-        return value
+        return rebuilt(value, convert)
 
     return convert
 

@@ -1,7 +1,7 @@
 """What a student's framework gets: tensors by `set_tensors`, and a PyTorch student in the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,6 +67,21 @@ def test_samples_and_lists_of_samples_come_as_tensors_too(reach):
         for number, (image, label, word, total) in enumerate(found):
             assert (image.shape, label.item(), word) == (SHAPE, number, "word")
             assert torch.equal(total, torch.tensor([6.0]))
+
+
+class Boxes(NamedTuple):
+    corners: Any
+    name: str
+
+
+def test_dicts_and_named_tuples_come_with_tensors_in_them(reach):
+    image, numbers = np.ones((4, *SHAPE), np.float32), np.arange(4)
+    given = image, {"boxes": [numbers], "word": "a"}, Boxes(numbers, "b")
+    (item,) = reader(reach, "torch").set_batch_generator(lambda: iter([given]))()
+    assert torch.equal(item[1]["boxes"][0], torch.arange(4))
+    assert (item[1]["word"], item[2].name) == ("a", "b")
+    assert isinstance(item[2], Boxes)
+    assert torch.equal(item[2].corners, torch.arange(4))
 
 
 def test_arrays_that_torch_cannot_share_are_copied_and_those_it_has_no_type_for_stay(reach):

@@ -155,6 +155,7 @@ def start_server(config: Config, processes: Processes) -> ApiClient:
         [
             sys.executable, "-m", "job_server", "--no_job", "--server_port", str(port),
             "--db", str(config.out / "job_server.db"), "--heartbeat_s", "0.5",
+            "--max_watchers", "100",
         ],
     )  # fmt: skip
     api = ApiClient(f"http://127.0.0.1:{port}", processes.token)

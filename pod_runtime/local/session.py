@@ -43,6 +43,7 @@ _LOOK_EVERY_S = 0.1
 _CLIENT_STOP_EXTRA_S = 15.0
 _SERVER_STOP_S = 5.0
 _SHOWN_LINES = 20
+_OTHER_WATCHERS = 50  # of the server, beside pods: users' commands, the job client
 INTERRUPTED = 130
 # Below the ports that the kernel gives to connections: none takes it while the server restarts.
 _SERVER_PORTS = range(10000, 12000)
@@ -144,6 +145,8 @@ class LocalSession:
                 sys.executable, "-m", "job_server", "--no_job", "--bind", "127.0.0.1",
                 "--server_port", str(self._port), "--db", str(folder / "server.db"),
                 "--heartbeat_s", f"{self._config.heartbeat_s:g}",
+                # Two sets of pods during a change. Each costs descriptors, which may be few.
+                "--max_watchers", str(min(2 * spec.max_pods + _OTHER_WATCHERS, 1500)),
             ],
             self._env, folder, folder / "server.log",
         )  # fmt: skip

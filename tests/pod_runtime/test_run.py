@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -99,6 +100,12 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     assert {"trainer_0.stage_1.log", "trainer_1.stage_1.log"} <= {
         path.name for path in (folder / "trainers").iterdir()
     }
+
+
+def test_a_training_needs_few_open_files(run):
+    job = run("--cpu_slots", "2", TOY, "--steps", "40")
+    resource.prlimit(job.process.pid, resource.RLIMIT_NOFILE, (512, 512))  # it starts still
+    assert job.process.wait(60) == 0
 
 
 def a_jobs_state(url: str, token: str | None) -> str:

@@ -141,7 +141,7 @@ def _serve(
     drain_timeout_s: float,
     stopping: threading.Event,
 ) -> int:
-    service = PredictorService(service_config)
+    service = PredictorService(service_config, on_outdated=stopping.set)
     front = Front(service, front_config, service.metrics.text)
     registrar: RegistrarThread | None = None
     try:
@@ -170,7 +170,7 @@ def _serve(
         front.close(0.0)
         service.close()
     logger.info("ended")
-    return 0
+    return 1 if service.is_outdated else 0
 
 
 @contextlib.contextmanager

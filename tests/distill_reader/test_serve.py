@@ -178,6 +178,20 @@ def _is_ready(server: Server) -> bool:
     return server.http("GET", "/v2/health/ready").status_code != 503
 
 
+def test_it_ends_with_1_once_its_last_predictor_finds_another_model(tmp_path, start):
+    server = start(str(tmp_path), "--thread", "2")
+    (tmp_path / "shape").write_text("5")
+    first, second = server.predictors()
+    first.kill()
+    wait_until(lambda: not first.is_running())
+    image = np.ones((1, 4), "f4")
+    np.testing.assert_array_equal(infer(server, image), [[4]])  # the other one serves on
+    second.kill()
+    _, log = server.process.communicate(timeout=60)
+    assert server.process.returncode == 1, log
+    assert "their files were replaced; start this server again" in log
+
+
 def test_a_second_sigterm_ends_it_at_once(start):
     server = start(backend="slow_sums")
     predictors = server.predictors()

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -138,9 +138,18 @@ class _PredictorState:
 
 
 class PredictorService:
-    """An InferenceService. Start it once, then close it once."""
+    """An InferenceService. Start it once, then close it once.
 
-    def __init__(self, config: ServiceConfig) -> None:
+    Args:
+        on_outdated: is called when no predictor can answer any more, as the models' files were
+            replaced; only a new service can serve them.
+    """
+
+    def __init__(
+        self, config: ServiceConfig, on_outdated: Callable[[], None] = lambda: None
+    ) -> None:
+        self.is_outdated = False
+        self._on_outdated = on_outdated
         self.metrics = TeacherMetrics()
         self._config = config
         self._arena = OwnArena(max(config.memory_bytes, 2 * config.max_request_bytes))
@@ -315,14 +324,19 @@ class PredictorService:
                 ]
                 self._models = {model.name: model for model in self._models_by_index}
             elif specs != tuple(model.spec for model in self._models_by_index):
-                # A file of the model was replaced meanwhile. Answers must not depend on which
-                # predictor computes them.
-                logger.error(
-                    "%s loaded other models than those that are served: their files were replaced; "
-                    "start this server again to serve the new ones",
-                    predictor,
+                # Answers must not depend on which predictor computes them.
+                error = ModelError(
+                    f"{predictor} loaded other models than those that are served: their files were "
+                    "replaced; start this server again to serve the new ones"
                 )
+                logger.error("%s", error)
                 predictor.process.kill()
+                if not self._has_started:
+                    self._start_error = error
+                    self._ready.notify_all()
+                elif not self._predictors:
+                    self.is_outdated = True
+                    self._on_outdated()
                 return
             state = self._predictors[predictor] = _PredictorState(predictor)
             self._free.append(state)

@@ -74,6 +74,16 @@ class _SlowSums(Sums):
         return super().run(inputs)
 
 
+def replaced(folder: str, name: str, device: Device) -> Backend:
+    """Another model for the second predictor, as if files were replaced between them."""
+    try:
+        Path(folder, "loaded").touch(exist_ok=False)
+        shape = 4
+    except FileExistsError:
+        shape = 5
+    return Sums(ModelSpec(name=name, inputs=(_tensor("image", shape),), outputs=_SUMS), folder)
+
+
 def slow_sums(folder: str, name: str, device: Device) -> Backend:
     """Takes 20 ms per 16 samples, waiting, as a teacher on a device of its own does."""
     return _SlowSums(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)

@@ -50,8 +50,8 @@ def config(folder: Path, toy: str, **changes: object) -> ServiceConfig:
     return ServiceConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def started(settings: ServiceConfig) -> PredictorService:
-    service = PredictorService(settings)
+def started(settings: ServiceConfig, *on_outdated: Callable[[], None]) -> PredictorService:
+    service = PredictorService(settings, *on_outdated)
     service.start(WAIT_S)
     return service
 
@@ -588,10 +588,13 @@ def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(
 def test_a_predictor_that_finds_another_model_in_the_folder_says_what_to_do(
     tmp_path, children, caplog
 ):
-    service = started(config(tmp_path, "sums", devices=(Device(),)))
+    outdated = threading.Event()
+    service = started(config(tmp_path, "sums", devices=(Device(),)), outdated.set)
     (tmp_path / "shape").write_text("5")
     children()[0].kill()
-    wait_until(lambda: "files were replaced; start this server again" in caplog.text)
+    assert outdated.wait(60)
+    assert "files were replaced; start this server again" in caplog.text
+    assert service.is_outdated
     assert not service.is_ready
     service.close()
 
@@ -720,6 +723,7 @@ def test_several_models_share_the_predictors(tmp_path, children):
     ("toy", "error", "text"),
     [
         ("broken", ModelError, "model.json: is broken"),
+        ("replaced", ModelError, "their files were replaced; start this server again"),
         ("crashing", ModelError, "ended with exit code 7 while it loaded the models"),
         ("no_such_function", UsageError, "no_such_function.*expected module:function"),
     ],

@@ -153,8 +153,8 @@ def _allow_files(count: int, max_watchers: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigError(
-            f"--max_watchers: {max_watchers} need {count} open files, and this process may have "
-            f"{hard}; give fewer, or raise the limit (ulimit -Hn)"
+            f"the job server needs {count} open files for {max_watchers} watchers, and may have "
+            f"{hard}; raise the limit (ulimit -Hn), or start it with fewer --max_watchers"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 

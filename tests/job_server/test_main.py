@@ -186,7 +186,7 @@ def test_more_open_files_than_the_machine_gives_are_refused():
     args = ["--no_job", "--server_port", "0", "--db", ":memory:", "--max_watchers", "20000"]
     done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True)
     assert done.returncode == 2
-    assert b"--max_watchers: 20000 need 40200 open files" in done.stderr
+    assert b"needs 40200 open files for 20000 watchers" in done.stderr
 
 
 def test_an_ended_default_job_is_not_run_again_by_a_restart(tmp_path):

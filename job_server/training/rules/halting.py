@@ -116,7 +116,8 @@ def _where(work: Work) -> str:
     saved = job.ending.saved
     if not job.elastic:
         at_work = job.active is not None or job.commits
-        return "; the script saves by itself: EDL cannot know what was saved" if at_work else ""
+        plain = "; no trainer has called the elastic loop: EDL cannot know what was saved"
+        return plain if at_work else ""
     step = job.progress.step
     if job.ending.discard and not job.done and step > (0 if saved is None else saved.step):
         return f"; step {step} is lost: its state was not written"

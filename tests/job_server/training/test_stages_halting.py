@@ -107,7 +107,8 @@ def test_a_stop_ends_a_running_and_a_paused_job():
     made.rounds(4)
     assert not made.job.pods
     other = paused(trains(world(elastic=False)))
-    assert "saves by itself: EDL cannot know what was saved" in other.status.reason
+    reason = other.status.reason
+    assert "no trainer has called the elastic loop: EDL cannot know what was saved" in reason
     other.stop()
     assert other.job.state is STOPPED
 

@@ -12,6 +12,7 @@ from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.checks import unowned_parameters
 from pod_runtime.trainer.frameworks.paddle.gradients import own_buffers
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState
+from pod_runtime.trainer.frameworks.paddle.tensors import from_plain, to_plain
 from pod_runtime.trainer.layout import StateLayout, make_layout, missing_and_surplus
 
 
@@ -50,7 +51,9 @@ class ProgramState:
             target[spec.offset : spec.offset + spec.size_bytes] = array.tobytes()
 
     def scalars(self) -> dict[str, Any]:
-        return {} if self._scheduler is None else {"lr_scheduler": self._scheduler.state_dict()}
+        if self._scheduler is None:
+            return {}
+        return {"lr_scheduler": to_plain("lr_scheduler", self._scheduler.state_dict())}
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state.
@@ -68,7 +71,7 @@ class ProgramState:
             array = np.frombuffer(piece, spec.dtype).reshape(spec.shape)
             tensors[spec.name.removeprefix("model/")].set(array.copy(), self._place)
         if self._scheduler is not None and "lr_scheduler" in scalars:
-            self._scheduler.set_state_dict(dict(scalars["lr_scheduler"]))
+            self._scheduler.set_state_dict(from_plain(scalars["lr_scheduler"]))
 
     def _tensors(self) -> dict[str, Any]:
         try:
@@ -109,6 +112,9 @@ def open_state(
             "model: missing; in dynamic graph an executor knows no parameters: pass model= and "
             "optimizer="
         )
+    for name, given in (("scaler", scaler), ("extra", extra)):
+        if given:
+            raise UsageError(f"{name}: belongs to model=; a program's state does not have it")
     program = main_program or paddle.static.default_main_program()
     place = getattr(exe, "place", None)
     if place is None:

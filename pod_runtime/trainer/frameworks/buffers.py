@@ -6,7 +6,8 @@ so what stands in their place is copied into them, and they are put back.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pod_runtime.trainer.errors import UsageError
@@ -57,6 +58,27 @@ class OwnBuffers:
                 )
             self._copy(now, own)
             buffers[key] = own
+
+    @contextmanager
+    def kept(self, others: Sequence[Any] = ()) -> Iterator[None]:
+        """Within it forward passes may change buffers; afterwards these are as they were.
+
+        An evaluation is such a time: each trainer makes its share of the passes. A batch norm of
+        Paddle with `use_global_stats=False` moves its statistics there as well.
+
+        Args:
+            others: tensors of the model that are no buffers, and change likewise.
+        """
+        self.take_back()
+        before = [(own, own.detach().clone()) for own in (*self.tensors, *others)]
+        try:
+            yield
+        finally:
+            for buffers, key, own, _name in self._places:
+                buffers[key] = own
+            for own, was in before:
+                if not bool((own == was).all()):
+                    self._copy(was, own)
 
     def refuse_resized(self, tensor: Any, shape: Sequence[int]) -> NoReturn:
         """Refuse one that was built in this shape, and has been resized in place."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from pod_runtime.trainer.errors import StateError
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _PLACE = re.compile(r"\[\d+\]|\(\d+\)")  # in a list or a tuple, as a part of a path
 _LONGEST = 16  # of the lists of such values that are taken
+_PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
 
 
 def is_plain(value: Any) -> bool:
@@ -37,6 +39,64 @@ def as_json(value: Any) -> Any:
     if isinstance(value, np.floating):
         return float(value)  # `item()` leaves some as they are
     return value.item() if isinstance(value, np.generic) else value
+
+
+def to_plain(name: str, value: Any, of_tensor: Callable[[Any], Any]) -> Any:
+    """Return `value` as JSON types; numbers keep all their digits.
+
+    Args:
+        of_tensor: returns a tensor as JSON types; None: it is none, or cannot be told so.
+
+    Raises:
+        StateError: it is none of those.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if _is_one(value):
+        return as_json(value)
+    plain = of_tensor(value)
+    if plain is not None:
+        return plain
+
+    def inner(item: Any, key: str = "") -> Any:
+        return to_plain(f"{name}.{key}" if key else name, item, of_tensor)
+
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _PAIRS not in value:
+            return {key: inner(item, key) for key, item in value.items()}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return marked(kind, [[inner(key), inner(each)] for key, each in value.items()])
+    if isinstance(value, tuple):
+        return marked("tuple", [inner(item) for item in value])
+    if isinstance(value, list):
+        return [inner(item) for item in value]
+    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
+
+
+def marked(kind: str, value: Any, **more: Any) -> dict[str, Any]:
+    """Return the plain form of what JSON does not know, which `from_plain` makes again."""
+    return {_PAIRS: kind, **more, "value": value}
+
+
+def from_plain(value: Any, make_tensor: Callable[[Mapping[str, Any]], Any] | None = None) -> Any:
+    """Return what `to_plain` was given.
+
+    Args:
+        make_tensor: makes one of what `marked("tensor", ...)` has returned; None: there are none.
+    """
+    if isinstance(value, list):
+        return [from_plain(item, make_tensor) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if _PAIRS not in value:
+        return {key: from_plain(item, make_tensor) for key, item in value.items()}
+    kind, inner = value[_PAIRS], value["value"]
+    if kind == "tensor" and make_tensor is not None:
+        return make_tensor(value)
+    if kind == "tuple":
+        return tuple(from_plain(item, make_tensor) for item in inner)
+    made = {from_plain(key, make_tensor): from_plain(each, make_tensor) for key, each in inner}
+    return Counter(made) if kind == "counter" else made
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -154,8 +214,10 @@ def _holds_tensors(value: Any) -> bool:
     )
 
 
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Mapping[str, Any]) -> Any:
     """Return the nested form of what `nested` returned."""
+    if "" in flat:  # an empty state, or one that is no mapping
+        return flat[""]
     whole: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split("/")

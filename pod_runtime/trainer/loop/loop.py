@@ -463,7 +463,8 @@ class Loop:
         """Return the sums over `test_set` of what `fn(*batch)` returns, over all trainers.
 
         Every trainer calls it, and computes its part of the set. The model is in evaluation mode
-        meanwhile, without gradients. If the trainers change within, it is made again.
+        meanwhile, without gradients, and its buffers are as before afterwards. If the trainers
+        change within, it is made again.
 
         Args:
             test_set: a map-style dataset, or a DataLoader, whose dataset, batch size, collate_fn,

@@ -18,7 +18,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
     lay_out,
 )
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
-from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model, running_statistics
 from pod_runtime.trainer.frameworks.unowned import sparse_gradient
 
 _EXACT = 2**53  # up to which float64 has every whole number
@@ -318,15 +318,6 @@ def _is_beyond_float64(tensor: Any) -> bool:
     if dtype_name(tensor) != "int64" or not tensor.size:
         return False
     return bool(tensor.max() > _EXACT) or bool(tensor.min() < -_EXACT)
-
-
-def running_statistics(model: Any) -> list[Any]:
-    """Return batch norm's statistics, which Paddle keeps among the parameters."""
-    found: dict[int, Any] = {}
-    for layer in model.sublayers(include_self=True):
-        if isinstance(layer, nn.layer.norm._BatchNormBase | nn.BatchNorm):
-            found |= {id(each): each for each in (layer._mean, layer._variance)}
-    return list(found.values())
 
 
 def own_buffers(model: Any) -> OwnBuffers:

@@ -20,8 +20,10 @@ from pod_runtime.trainer.frameworks.paddle import tensors
 from pod_runtime.trainer.frameworks.paddle.tensors import (
     dtype_name,
     fill,
+    from_plain,
     make_tensor,
     of_model,
+    running_statistics,
     to_plain,
 )
 from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
@@ -56,20 +58,22 @@ class PaddleState(BaseState):
             scaler,
             extra,
         )
+        self._statistics = running_statistics(model)
         self._of_model = [(f"model/{name}", t) for name, t in of_model(model).items()]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within it the model evaluates: no gradients, evaluation mode."""
-        with self._traits.evaluating(), paddle.no_grad():
+        kept = self._buffers.kept(self._statistics)
+        with self._traits.evaluating(), paddle.no_grad(), kept:
             yield
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return self._of_model
 
     def _load_scaler(self, plain: Mapping[str, Any]) -> None:
-        state = dict(plain)
-        state["scale"] = np.array(state["scale"], np.float32)
+        state = from_plain(plain)
+        state["scale"] = np.array(state["scale"], np.float32).reshape(1)
         assert self._scaler is not None
         self._scaler.load_state_dict(state)
 
@@ -184,14 +188,14 @@ class PaddleOptimizer:
         if master:
             state["master_weights"] = master
         if "lr_scheduler" in scalars:
-            state["LR_Scheduler"] = dict(scalars["lr_scheduler"])
+            state["LR_Scheduler"] = from_plain(scalars["lr_scheduler"])
         self._optimizer.set_state_dict(state)
 
     def load_plain(self, scalars: Mapping[str, Any]) -> None:
         """Take over scheduler or learning rate."""
         scheduler = self._scheduler()
         if scheduler is not None:
-            scheduler.set_state_dict(dict(scalars["lr_scheduler"]))
+            scheduler.set_state_dict(from_plain(scalars["lr_scheduler"]))
         elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
             self._optimizer.set_lr(scalars["lr"])
 

@@ -1,14 +1,14 @@
 """Read and write Paddle's tensors, by address where they are on the host."""
 
 import ctypes
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 
-from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.frameworks import plain_values
 from pod_runtime.trainer.layout import ITEM_BYTES, StateTensor
 
 _PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
@@ -22,6 +22,15 @@ def of_model(model: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = nn.Layer.state_dict(model, use_hook=False)
     return found
+
+
+def running_statistics(model: Any) -> list[Any]:
+    """Return batch norm's statistics, which Paddle keeps among the parameters."""
+    found: dict[int, Any] = {}
+    for layer in model.sublayers(include_self=True):
+        if isinstance(layer, nn.layer.norm._BatchNormBase | nn.BatchNorm):
+            found |= {id(each): each for each in (layer._mean, layer._variance)}
+    return list(found.values())
 
 
 def is_tensor(value: Any) -> bool:
@@ -90,19 +99,16 @@ def to_plain(name: str, value: Any) -> Any:
     Raises:
         StateError: it is none of those.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if is_tensor(value):
-        return np.asarray(value.numpy() if hasattr(value, "numpy") else value).tolist()
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(f"{name}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(name, item) for item in value]
-    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
+    return plain_values.to_plain(name, value, _of_tensor)
 
 
 def from_plain(value: Any) -> Any:
-    """Return what `to_plain` was given, up to the types of numbers and lists."""
-    return value
+    """Return what `to_plain` was given; of tensors their numbers."""
+    return plain_values.from_plain(value)
+
+
+def _of_tensor(value: Any) -> Any:
+    if not is_tensor(value):
+        return None
+    # One number: schedulers compare what they were given with floats.
+    return value.item() if math.prod(value.shape) == 1 else value.tolist()

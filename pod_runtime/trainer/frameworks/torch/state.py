@@ -65,7 +65,7 @@ class TorchState(BaseState):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within it the model evaluates: no gradients, evaluation mode."""
-        with self._traits.evaluating(), torch.no_grad():
+        with self._traits.evaluating(), torch.no_grad(), self._buffers.kept():
             yield
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:

@@ -1,19 +1,17 @@
 """Read and write PyTorch's tensors, by address where they are on the host."""
 
 import ctypes
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.frameworks import plain_values
 from pod_runtime.trainer.layout import StateTensor
 
 _PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
 _COMPILED = "_orig_mod"  # what torch.compile calls the layer that it has wrapped
-_PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
 
 
 def plain_name(name: str) -> str:
@@ -131,39 +129,19 @@ def to_plain(name: str, value: Any) -> Any:
     Raises:
         StateError: it is none of those.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {_PAIRS: "tensor", "dtype": dtype_name(value), "value": value.item()}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _PAIRS not in value:
-            return {key: to_plain(f"{name}.{key}", item) for key, item in value.items()}
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        pairs = [[to_plain(name, key), to_plain(name, item)] for key, item in value.items()]
-        return {_PAIRS: kind, "value": pairs}
-    if isinstance(value, tuple):
-        return {_PAIRS: "tuple", "value": [to_plain(name, item) for item in value]}
-    if isinstance(value, list):
-        return [to_plain(name, item) for item in value]
-    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
+    return plain_values.to_plain(name, value, _of_tensor)
 
 
 def from_plain(value: Any) -> Any:
     """Return what `to_plain` was given."""
-    if isinstance(value, list):
-        return [from_plain(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if _PAIRS not in value:
-        return {key: from_plain(item) for key, item in value.items()}
-    inner = value["value"]
-    match value[_PAIRS]:
-        case "tensor":
-            return torch.tensor(inner, dtype=getattr(torch, value["dtype"]))
-        case "tuple":
-            return tuple(from_plain(item) for item in inner)
-        case kind:
-            made = {from_plain(key): from_plain(item) for key, item in inner}
-            return Counter(made) if kind == "counter" else made
+    return plain_values.from_plain(value, _make_tensor)
+
+
+def _of_tensor(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return plain_values.marked("tensor", value.item(), dtype=dtype_name(value))
+    return None
+
+
+def _make_tensor(plain: Mapping[str, Any]) -> Any:
+    return torch.tensor(plain["value"], dtype=getattr(torch, plain["dtype"]))

@@ -381,16 +381,17 @@ import sys
 import numpy as np
 import paddle
 from pod_runtime import TrainStatus, load_checkpoint, save_checkpoint
+from pod_runtime.trainer.errors import UsageError
 
 def train():
     (value,) = exe.run(feed={"x": np.ones((2, 4), "float32")}, fetch_list=[loss])
-    schedule.step()
+    schedule.step(value)
     return repr(float(value))
 
 paddle.enable_static()
 x = paddle.static.data("x", [None, 4])
 loss = (paddle.static.nn.fc(x, 3) ** 2).mean()
-schedule = paddle.optimizer.lr.ExponentialDecay(0.1, gamma=0.5)
+schedule = paddle.optimizer.lr.ReduceOnPlateau(0.3, mode="max", factor=0.5, patience=0)
 optimizer = paddle.optimizer.Momentum(schedule)
 optimizer.minimize(loss)
 exe = paddle.static.Executor()
@@ -401,6 +402,10 @@ print(train(), train(), train())
 exe.run(paddle.static.default_startup_program())
 print(load_checkpoint(exe, sys.argv[1], optimizer=optimizer).next())
 print(train(), train(), train())
+try:
+    save_checkpoint(exe, sys.argv[1], train_status=TrainStatus(2), extra={"a": schedule})
+except UsageError as error:
+    print(error)
 """
 
 
@@ -414,6 +419,7 @@ def test_a_static_graph_goes_on_by_its_executor(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    expected, first_epoch, got = done.stdout.splitlines()
+    expected, first_epoch, got, refused = done.stdout.splitlines()
+    assert refused.startswith("extra: belongs to model=")
     assert got == expected
     assert first_epoch == "2"

@@ -1,6 +1,7 @@
 """The parts for Paddle, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -187,6 +188,41 @@ def test_objects_of_the_script_travel_with_the_state():
     assert isinstance(history, np.ndarray)
     assert history.tolist() == [[1, 2], [3, 4]]
     assert (fresh.state["deep"], fresh.state["name"]) == ({"n": 7}, "b")
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"rows": [{1: 2}]}, {"random": random.Random(3).getstate()}, [1, 2]]
+)
+def test_plain_values_of_an_object_come_back_as_they_were(state):
+    counts, fresh = Counts(), Counts()
+    counts.state = state
+    (model, optimizer), (other, other_optimizer) = (make("momentum")[1:3] for _ in range(2))
+    mine = paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
+    layout, data, scalars = take(mine)
+    theirs = paddle_framework(other, other_optimizer, header_size=HEADER, extra={"counts": fresh})
+    theirs.state.load(layout, memoryview(data), json.loads(json.dumps(scalars)))
+    assert fresh.state == state
+
+
+def test_a_date_is_refused_before_the_first_step():
+    counts = Counts()
+    counts.state = {"since": np.datetime64("2026-01-01")}
+    _framework, model, optimizer, _scheduler = make("momentum")
+    with pytest.raises(StateError, match="since: a datetime64 cannot be stored"):
+        paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
+
+
+def test_a_schedule_that_is_told_arrays_goes_on():
+    framework, model, _optimizer, schedule = make("scheduler")
+    step(framework, model, 1)
+    schedule.step(np.array([0.5]))
+    layout, data, scalars = take(framework)
+    other, _model, _other_optimizer, other_schedule = make("scheduler", seed=2)
+    other.state.load(layout, memoryview(data), json.loads(json.dumps(scalars)))
+    for each in (schedule, other_schedule):
+        each.step(np.array([0.7]))
+        each.step(np.array([0.6]))
+    assert other_schedule.last_lr == schedule.last_lr < 0.1
 
 
 def test_a_learning_rate_that_the_script_set_travels_too():
@@ -414,6 +450,17 @@ def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
         assert not any(layer.training for layer in model.sublayers(include_self=True))
     assert model.training
     assert [layer.training for layer in model] == [True, False, True, True]
+
+
+def test_an_evaluation_leaves_buffers_as_they_are():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8, use_global_stats=False))
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
+    framework = paddle_framework(model, optimizer, header_size=HEADER)
+    mean = model[1]._mean.numpy().tolist()
+    with framework.state.evaluating():
+        model(paddle.ones([6, 4]))
+        assert model[1]._mean.numpy().tolist() != mean
+    assert model[1]._mean.numpy().tolist() == mean
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**60) - 1])

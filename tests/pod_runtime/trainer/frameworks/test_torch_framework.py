@@ -643,6 +643,32 @@ def test_a_world_of_one_needs_no_group():
     assert training.framework.step.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
 
 
+class Observed(nn.Linear):
+    """Keeps what it has seen, in every mode; one in place, one anew."""
+
+    calls: Any
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Any) -> Any:
+        self.largest.copy_(torch.maximum(self.largest, inputs.max()))
+        self.calls = self.calls + 1
+        return super().forward(inputs)
+
+
+def test_an_evaluation_leaves_buffers_as_they_are():
+    model = Observed()
+    framework = torch_framework(model, SGD(model.parameters(), 0.1), header_size=HEADER)
+    own = model.calls
+    with framework.state.evaluating():
+        model(torch.ones(3, 2))
+    assert (float(model.largest), int(model.calls)) == (0.0, 0)
+    assert model.calls is own
+
+
 def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
     training = Training("momentum")
     training.model[1].eval()

@@ -194,6 +194,14 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
     assert traits.changed() == {}
 
 
+def test_layers_that_to_static_has_come_by_are_no_news():
+    model = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    traits = PaddleTraits(model, [paddle.optimizer.SGD(0.1, parameters=model.parameters())])
+    assert traits.uncarried_changes() == []
+    model(paddle.ones([2, 3]))
+    assert traits.uncarried_changes() == []
+
+
 def test_what_no_state_can_carry_is_named_once():
     model, optimizer = build()
     model.register_buffer("center", paddle.zeros([3]), persistable=False)

@@ -22,6 +22,7 @@ class StageOrders:
         self._group = framework.group
         self._drawn: SampledOrders | None = None  # None: the data have no sampler of their own
         self._makes_batches = False
+        self._reader_counts = source.length is None and not source.is_stream
         sampling = source.sampling
         if sampling is not None:
             steps = settings.steps_per_epoch
@@ -49,7 +50,7 @@ class StageOrders:
         return replace(source, batch_size=int(np.diff(ends, prepend=0).max()))
 
     def check_policy(self, policy: Policy, batch_size: int, base_batch_size: int) -> None:
-        """Refuse a policy that decides how large batches are where a batch sampler does.
+        """Refuse a policy that decides how large batches are where something else does.
 
         Args:
             batch_size: by the policy, at the world size that there is.
@@ -57,7 +58,15 @@ class StageOrders:
         Raises:
             UsageError: that is the case.
         """
-        if self._makes_batches and (policy == "linear" or batch_size != base_batch_size):
+        if policy != "linear" and batch_size == base_batch_size:
+            return
+        if self._reader_counts:
+            raise UsageError(
+                "policy: a reader without a dataset counts the steps of an epoch, which would be "
+                "others once batches have grown with the number of trainers; use "
+                "policy='fixed_global', or give the loop the dataset"
+            )
+        if self._makes_batches:
             assert self._drawn is not None
             raise UsageError(
                 f"policy: the batch sampler {self._drawn.name} decides how large batches are, so "

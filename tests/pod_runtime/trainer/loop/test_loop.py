@@ -1080,6 +1080,10 @@ def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_pa
             {"train_set": None, "reader": iter, "batch_size": 2},
             "steps_per_epoch: a reader without a dataset needs it",
         ),
+        (
+            {"train_set": None, "reader": iter, "steps_per_epoch": 2, "policy": "linear"},
+            "policy: a reader without a dataset counts the steps of an epoch",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_value_and_remedy(wrong, text):

@@ -216,8 +216,6 @@ def _holds_tensors(value: Any) -> bool:
 
 def unflatten(flat: Mapping[str, Any]) -> Any:
     """Return the nested form of what `nested` returned."""
-    if "" in flat:  # an empty state, or one that is no mapping
-        return flat[""]
     whole: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split("/")
@@ -225,7 +223,8 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    return {key: _with_lists(value) for key, value in whole.items()}
+    made = {key: _with_lists(value) for key, value in whole.items()}
+    return made[""] if made.keys() == {""} else made  # an empty state, or one that is no mapping
 
 
 def _with_lists(value: Any) -> Any:

@@ -191,7 +191,8 @@ def test_objects_of_the_script_travel_with_the_state():
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"rows": [{1: 2}]}, {"random": random.Random(3).getstate()}, [1, 2]]
+    "state",
+    [{}, {"": 1, "a": 2}, {"rows": [{1: 2}]}, {"random": random.Random(3).getstate()}, [1, 2]],
 )
 def test_plain_values_of_an_object_come_back_as_they_were(state):
     counts, fresh = Counts(), Counts()

@@ -90,7 +90,9 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
         reports.append(report_on(run, ReportKind.READY))
     if plan.order is Order.START and run.trouble is None:
         reports.append(report_on(run, ReportKind.STARTED))
-    if plan.order is Order.START and run.loaded and run.trouble is None:
+    # Also after the GO: a first start is committed before a trainer has called the elastic loop.
+    loads = plan.order is Order.START or (plan.order in TRAINS and plan.way is Way.START)
+    if loads and run.loaded and run.trouble is None:
         reports.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
         # Made late, as after a server's absence, it is still about that step.

@@ -438,6 +438,19 @@ def test_loaded_is_told_when_the_last_trainer_has_loaded():
     assert kinds(pod.say(1, StateLoaded(step=7))) == [ReportKind.LOADED]
 
 
+def test_a_first_start_tells_of_the_loop_before_the_first_step():
+    pod = Simulated()
+    pod.told(plan(1, Order.START, way=Way.START))
+    pod.told(
+        plan(1, Order.GO, way=Way.START)
+    )  # no server knows yet whether the script has the loop
+    for rank in (0, 1):
+        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=rank))
+    pod.say(0, StateLoaded(step=0))
+    (report,) = reports(pod.say(1, StateLoaded(step=0)))
+    assert (report.kind, report.elastic) == (ReportKind.LOADED, True)
+
+
 def test_go_reaches_trainers_that_come_to_the_loop_late():
     pod = Simulated()
     pod.told(plan(1, Order.START))

@@ -33,6 +33,7 @@ class OwnBuffers:
             for key, own in layer._buffers.items()
             if id(own) in kept
         ]
+        self._before: list[tuple[Any, Any]] | None = None  # with their values; None: not in `kept`
 
     @property
     def tensors(self) -> list[Any]:
@@ -42,9 +43,14 @@ class OwnBuffers:
     def take_back(self) -> None:
         """Copy what stands in a buffer's place into the buffer, and put that back.
 
+        Within `kept` buffers are put back as they were: a state is taken amid an evaluation, too.
+
         Raises:
             UsageError: it is no tensor of the same shape and type.
         """
+        if self._before is not None:
+            self._put_back(self._before)
+            return
         for buffers, key, own, name in self._places:
             now = buffers.get(key)
             if now is own:
@@ -71,14 +77,19 @@ class OwnBuffers:
         """
         self.take_back()
         before = [(own, own.detach().clone()) for own in (*self.tensors, *others)]
+        self._before = before
         try:
             yield
         finally:
-            for buffers, key, own, _name in self._places:
-                buffers[key] = own
-            for own, was in before:
-                if not bool((own == was).all()):
-                    self._copy(was, own)
+            self._before = None
+            self._put_back(before)
+
+    def _put_back(self, before: Sequence[tuple[Any, Any]]) -> None:
+        for buffers, key, own, _name in self._places:
+            buffers[key] = own
+        for own, was in before:
+            if not bool((own == was).all()):
+                self._copy(was, own)
 
     def refuse_resized(self, tensor: Any, shape: Sequence[int]) -> NoReturn:
         """Refuse one that was built in this shape, and has been resized in place."""

@@ -458,9 +458,13 @@ def test_an_evaluation_leaves_buffers_as_they_are():
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     framework = paddle_framework(model, optimizer, header_size=HEADER)
     mean = model[1]._mean.numpy().tolist()
+    _layout, before, _scalars = take(framework)
     with framework.state.evaluating():
         model(paddle.ones([6, 4]))
         assert model[1]._mean.numpy().tolist() != mean
+        _layout, amid, _scalars = take(framework)  # the trainers park there for a change
+        assert amid == before
+        model(paddle.ones([6, 4]))
     assert model[1]._mean.numpy().tolist() == mean
 
 

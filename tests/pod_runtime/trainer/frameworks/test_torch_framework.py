@@ -21,7 +21,7 @@ from torch.optim import SGD, lr_scheduler  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
 from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
-from pod_runtime.trainer.frameworks.framework import GroupSpec  # noqa: E402
+from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.framework import torch_framework  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchGradientExchange,
@@ -68,6 +68,13 @@ class Lookahead(SGD):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner.param_groups[0]["params"], lr=0.1)
         self.inner = inner
+
+
+def take(framework: Framework) -> tuple[Any, bytearray, dict[str, Any]]:
+    layout = framework.state.layout()
+    data = bytearray(layout.total_bytes)
+    framework.state.copy_out(memoryview(data))
+    return layout, data, json.loads(json.dumps(framework.state.scalars()))
 
 
 class Training:
@@ -135,10 +142,7 @@ class Training:
         self.framework.state.note_committed()
 
     def take(self) -> tuple[Any, bytearray, dict[str, Any]]:
-        layout = self.framework.state.layout()
-        data = bytearray(layout.total_bytes)
-        self.framework.state.copy_out(memoryview(data))
-        return layout, data, json.loads(json.dumps(self.framework.state.scalars()))
+        return take(self.framework)
 
     def load(self, other: "Training") -> None:
         layout, data, scalars = other.take()
@@ -663,7 +667,11 @@ def test_an_evaluation_leaves_buffers_as_they_are():
     model = Observed()
     framework = torch_framework(model, SGD(model.parameters(), 0.1), header_size=HEADER)
     own = model.calls
+    _layout, before, _scalars = take(framework)
     with framework.state.evaluating():
+        model(torch.ones(3, 2))
+        _layout, amid, _scalars = take(framework)  # the trainers park there for a change
+        assert amid == before
         model(torch.ones(3, 2))
     assert (float(model.largest), int(model.calls)) == (0.0, 0)
     assert model.calls is own

@@ -163,7 +163,8 @@ def make_folder(
     Raises:
         PodStartError: that failed; carries the package script's exit code.
     """
-    if recipe.folder.is_dir():  # before its files are written over; the shim makes sure of it
+    # Before its files are written over; the shim makes sure of it. A link leads to what is shared.
+    if recipe.folder.is_dir() and not recipe.folder.is_symlink():
         lock = shim_wire.lock_folder(recipe.folder)
         if lock is None:
             raise PodStartError(shim_wire.in_use(recipe.folder))

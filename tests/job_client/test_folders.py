@@ -10,7 +10,7 @@ import pytest
 
 from job_client.errors import PodStartError
 from job_client.pods import pod_folder
-from job_client.pods.folders import list_jobs, recipe_for
+from job_client.pods.folders import list_jobs, make_folder, recipe_for
 from job_server.api.wire import SavePhase, SaveState
 from pod_runtime import shim_wire
 from pod_runtime.shim_wire import PodExit
@@ -46,6 +46,16 @@ def test_links_that_lead_to_themselves_are_no_jobs_and_hide_no_others(jobs_confi
     assert list_jobs(jobs) == ("a", "b")
     with pytest.raises(PodStartError, match="folder: loop in --jobs_dir"):
         recipe_for(jobs_config, pod(folder="loop"))
+
+
+def test_a_link_that_a_package_script_has_made_may_lead_to_where_another_pod_runs(jobs_config):
+    recipe = recipe_for(jobs_config, pod(folder="a"))
+    (recipe.folder.parent / "code").mkdir(parents=True)
+    recipe.folder.symlink_to("code")
+    lock = shim_wire.lock_folder(recipe.folder)
+    assert lock is not None
+    make_folder(recipe, "pod_0_0", {}, jobs_config.cwd / "log", threading.Event())
+    os.close(lock)
 
 
 def test_a_job_may_have_a_package_script(jobs_config):

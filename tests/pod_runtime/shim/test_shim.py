@@ -483,6 +483,17 @@ def test_two_pods_do_not_run_in_one_folder_and_the_next_may_once_the_first_has_e
     assert answers(folder)
 
 
+def test_pods_run_in_one_folder_by_links_that_their_package_script_has_made(start_shim, tmp_path):
+    (tmp_path / "code").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to("code")
+    start_shim("sleep", "600", EDL_POD_FOLDER=str(tmp_path / "one"))
+    (tmp_path / "b").mkdir()
+    argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(tmp_path / "b"), "--"]
+    environ = {**os.environ, "EDL_POD_FOLDER": str(tmp_path / "two")}
+    assert subprocess.run([*argv, "true"], env=environ, timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize(
     "args", [[], ["--pod_dir", "x"], ["--", "true"], ["--pod_dir", "/no/such", "--", "true"]]
 )

@@ -370,7 +370,9 @@ def server_url(text: str) -> str:
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        valid = valid and not (parts.hostname or "").isdecimal()  # a port without its host
+        name = parts.hostname or ""
+        if parts.port is None and name.isdecimal() and int(name) < 2**16:
+            valid = False  # a port without its host; containers have longer numbers as names
         port = f":{DEFAULT_PORT}" if "://" not in text and parts.port is None else ""
     except ValueError:
         valid, port = False, ""

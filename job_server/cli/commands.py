@@ -106,10 +106,12 @@ def _show_servers(servers: Sequence[LocalServer], args: argparse.Namespace) -> i
 def _jobs_text(server: LocalServer) -> str:
     try:
         with ApiClient(server.url, server.token(), _LOOK_S) as api:
-            jobs = list(api.jobs())
+            found = api.jobs()
     except (ConfigError, JobServerError) as error:
         return str(error)
-    jobs = sorted(jobs, key=lambda job: job.state.ended)  # a search leaves very many of them
+    # A search leaves very many that have ended, of which the newest count.
+    jobs = [job for job in found if not job.state.ended]
+    jobs += [job for job in reversed(found) if job.state.ended]
     texts = [f"{job.job_id} {job.state.value}" for job in jobs[:_SHOWN_JOBS]]
     more = [f"{len(jobs) - _SHOWN_JOBS} more"] if len(jobs) > _SHOWN_JOBS else []
     return ", ".join(texts + more) or "-"

@@ -10,7 +10,7 @@ from distill_reader.errors import UsageError
 from distill_reader.model.normalization import Normalization, read_folder
 from distill_reader.protocols.prototxt import CLIENT_FILES, SERVER_FILES, read_config
 from distill_reader.teacher.predictor.backend import Device
-from distill_reader.teacher.predictor.model_folder import find_model
+from distill_reader.teacher.predictor.model_folder import check_room, find_model
 from distill_reader.teacher.predictor.paddle_backend import load
 from distill_reader.teacher.predictor.process import load_models
 from distill_reader.teacher.predictor.wire import StartMessage
@@ -90,6 +90,12 @@ def test_a_folder_that_holds_another_model_stays_as_it_is(paddle_folder, tmp_pat
     assert main(["--dirname", str(other), *command]) == 2
     assert "holds several models" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+
+
+def test_a_folder_in_the_folder_is_no_model(tmp_path):
+    for name in ("params", "__params__"):
+        (tmp_path / name).mkdir()
+    check_room(tmp_path, ["__model__", "fc_0.w_0"])
 
 
 @pytest.mark.full  # imports Paddle

@@ -94,7 +94,7 @@ def check_room(folder: str | Path, names: Iterable[str]) -> None:
         ModelError: several could be meant then; lists them.
     """
     folder = Path(folder)
-    there = folder.iterdir() if folder.is_dir() else ()
+    there = [each for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
     files = sorted({*there, *(folder / name for name in names)})
     _find_params(folder, files, _find_program(folder, files, None), None)
 

@@ -229,6 +229,8 @@ def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
         ("http://box:1/", "http://box:1"),
         ("https://[::1]:2", "https://[::1]:2"),
         ("10.0.0.1", "http://10.0.0.1:8180"),
+        ("8180:9000", "http://8180:9000"),
+        ("472019385560", "http://472019385560:8180"),  # a container's name
         ("https://edl.example", "https://edl.example"),
     ],
 )

@@ -141,7 +141,7 @@ def test_several_servers_are_listed_and_one_has_to_be_named(mine, capsys, monkey
             api.submit(wire.JobSpec(job_id="waits", folder="none"))
         assert main(["status"]) == 0
         assert (
-            "default_job RUNNING, waits WAITING, more0 STOPPED, more1 STOPPED, more2 STOPPED, "
+            "default_job RUNNING, waits WAITING, more6 STOPPED, more5 STOPPED, more4 STOPPED, "
             "4 more" in capsys.readouterr().out
         )
 

@@ -74,6 +74,9 @@ class OwnBuffers:
 
         Args:
             others: tensors of the model that are no buffers, and change likewise.
+
+        Raises:
+            UsageError: a forward pass has resized a buffer.
         """
         self.take_back()
         before = [(own, own.detach().clone()) for own in (*self.tensors, *others)]
@@ -88,6 +91,8 @@ class OwnBuffers:
         for buffers, key, own, _name in self._places:
             buffers[key] = own
         for own, was in before:
+            if list(own.shape) != list(was.shape):
+                self.refuse_resized(own, was.shape)
             if not bool((own == was).all()):
                 self._copy(was, own)
 

@@ -675,6 +675,11 @@ def test_an_evaluation_leaves_buffers_as_they_are():
         model(torch.ones(3, 2))
     assert (float(model.largest), int(model.calls)) == (0.0, 0)
     assert model.calls is own
+    with (
+        pytest.raises(UsageError, match=r"its buffer largest was \[\], and was resized to \[3\]"),
+        framework.state.evaluating(),
+    ):
+        model.largest.resize_(3)
 
 
 def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():

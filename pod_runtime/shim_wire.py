@@ -53,7 +53,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 def lock_folder(folder: Path) -> int | None:
     """Return a descriptor that locks a folder as long as it is open; None: another process has it.
 
-    A file system that knows no locks keeps nobody out.
+    On a file system that knows no locks nobody is kept out.
 
     Raises:
         OSError: there is no such folder.
@@ -65,7 +65,7 @@ def lock_folder(folder: Path) -> int | None:
         os.close(fd)
         return None
     except OSError:
-        return fd
+        pass  # it knows no locks
     return fd
 
 

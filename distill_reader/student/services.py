@@ -93,7 +93,6 @@ class Services:
                     skips=settings.no_teacher_policy == "skip",
                     timeout_s=settings.answer_timeout_s,
                     hedges=settings.hedging,
-                    may_get_others=isinstance(source, DynamicSource),
                     why_none=source.why_none if isinstance(source, DynamicSource) else None,
                     mixes_versions=settings.mixed_versions,
                     padding=settings.padding,

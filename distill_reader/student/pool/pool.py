@@ -61,8 +61,8 @@ class PoolSettings:
     skips: bool  # after that time, instead of raising
     timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
     hedges: bool = True  # whether late requests are sent to a second teacher
-    may_get_others: bool = False  # discovery replaces teachers that are unusable
-    why_none: Callable[[], str] | None = None  # discovery tells no teachers; None: a fixed list
+    # Discovery's word why it lists no teacher; it replaces unusable ones. None: a fixed list.
+    why_none: Callable[[], str] | None = None
     mixes_versions: bool = False  # whether teachers of different models may answer
     padding: Padding | None = None  # None: fields are not padded
     wire_ins: tuple[tuple[str, str], ...] = ()  # fields that are sent as "uint8"; "": all that can
@@ -110,7 +110,7 @@ class TeacherPool:
             tend=self._tend,
             report=self._meter.set_unusable,
             hedges=settings.hedges,
-            may_get_others=settings.may_get_others,
+            may_get_others=settings.why_none is not None,
             timeout_s=settings.no_teacher_timeout_s,
             skips=settings.skips,
             name=settings.name,

@@ -441,9 +441,8 @@ def test_loaded_is_told_when_the_last_trainer_has_loaded():
 def test_a_first_start_tells_of_the_loop_before_the_first_step():
     pod = Simulated()
     pod.told(plan(1, Order.START, way=Way.START))
-    pod.told(
-        plan(1, Order.GO, way=Way.START)
-    )  # no server knows yet whether the script has the loop
+    # The server does not know yet whether the script has the loop.
+    pod.told(plan(1, Order.GO, way=Way.START))
     for rank in (0, 1):
         pod.say(rank, TrainerHello(rank=rank, stage=1, pid=rank))
     pod.say(0, StateLoaded(step=0))

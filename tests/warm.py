@@ -132,7 +132,8 @@ def _server(framework: str) -> _Server:
 
 def _framework_of(script: Path) -> str:
     lines = script.read_text().splitlines()
-    return "torch" if any(line.startswith("import torch") for line in lines) else "paddle"
+    begin = ("import torch", "from torch")
+    return "torch" if any(line.startswith(begin) for line in lines) else "paddle"
 
 
 # --- the server's side

@@ -129,12 +129,15 @@ def save_servable(
             accepts floats only.
 
     Raises:
-        ModelError, UsageError: as `convert`; UsageError if `layer` is in training mode.
+        ModelError, UsageError: as `convert`; UsageError if `layer` is in training mode, or has
+            no parameters.
     """
     import paddle
 
     if any(getattr(part, "training", False) for part in layer.sublayers(include_self=True)):
         raise UsageError("the layer is in training mode; call layer.eval() before saving it")
+    if not layer.state_dict():
+        raise UsageError("the layer has no parameters: Paddle writes none, and teachers want some")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for suffix in (".json", ".pdmodel", ".pdiparams", ".pdiparams.info"):

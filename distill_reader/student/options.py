@@ -17,7 +17,13 @@ OutputKind = Literal["probabilities", "logits"]
 Rest = Literal["uniform", "renormalize"]
 _KINDS = ("probabilities", "logits")
 _RESTS = ("uniform", "renormalize")
-_MIN_CACHE_BYTES = 1 << 20
+
+
+def to_bytes(name: str, mebibytes: int) -> int:
+    """Return how many bytes that many MiB are. Raises: UsageError."""
+    if type(mebibytes) is not int or mebibytes < 1:
+        raise UsageError(f"{name}: expected an integer of 1 or more, got {mebibytes!r}")
+    return mebibytes << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +100,6 @@ class CacheOptions:
             raise UsageError("cache: folder: expected a path, got nothing")
         if not self.id or self.id == self.variant:
             raise UsageError(f"cache: id and variant: expected two names, got {self.id!r} twice")
-        if self.max_bytes < _MIN_CACHE_BYTES:
-            raise UsageError(f"cache: expected 1 MiB or more, got {self.max_bytes} bytes")
         if self.teacher_version == "":
             raise UsageError("cache: teacher_version: expected a text or None, got an empty one")
         if self.data is not None and (type(self.data) is not str or not self.data):

@@ -167,7 +167,7 @@ class DistillReader:
 
     def set_max_memory(self, mebibytes: int) -> Self:
         """Bound the memory between generator and consumer, 256 MiB by default."""
-        return self._set(max_memory_bytes=mebibytes << 20)
+        return self._set(max_memory_bytes=options.to_bytes("max_memory: mebibytes", mebibytes))
 
     def set_teachers_combined(
         self,
@@ -278,6 +278,10 @@ class DistillReader:
         if fields is None:
             return self._set(padding=None)
         values = {fields: value} if isinstance(fields, str) else fields
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                f"padding: fields: expected a name, or padding values by name, got {fields!r}"
+            )
         if isinstance(outputs, str):
             raise UsageError(f"padding: outputs: expected a list of names, got {outputs!r}")
         padding = options.Padding(
@@ -354,7 +358,7 @@ class DistillReader:
                 folder=options.cache_folder(folder),
                 id=id,
                 variant=variant,
-                max_bytes=max_mebibytes << 20,
+                max_bytes=options.to_bytes("cache: max_mebibytes", max_mebibytes),
                 teacher_version=teacher_version,
                 data=data,
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,6 @@ from distill_reader.student.options import (
 DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
 
 Policy = Literal["raise", "skip"]
-_MIN_MEMORY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +68,17 @@ class ReaderSettings:
             ("no_teacher_timeout_s", self.no_teacher_timeout_s, "to wait for ever"),
             ("timeout_s", self.answer_timeout_s, "for what a teacher's pace suggests"),
         ):
-            if timeout_s is not None and not 0 < timeout_s < float("inf"):
-                raise UsageError(f"{name}: expected seconds > 0, or None {none}, got {timeout_s}")
+            number = isinstance(timeout_s, Real)
+            if timeout_s is not None and not (number and 0 < timeout_s < float("inf")):
+                raise UsageError(f"{name}: expected seconds > 0, or None {none}, got {timeout_s!r}")
+        for name, value in (("hedging", self.hedging), ("mixed_versions", self.mixed_versions)):
+            if type(value) is not bool:
+                raise UsageError(f"{name}: expected True or False, got {value!r}")
         if self.no_teacher_policy not in ("raise", "skip"):
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
         if self.discovery_servers:
             registry_addresses(self.discovery_servers, "discovery_servers")
             check_name(self.service_name, "teacher_service_name")
-        if self.max_memory_bytes < _MIN_MEMORY_BYTES:
-            raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
         self._check_cache()
         check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
         self._check_combined()

@@ -107,6 +107,8 @@ def test_a_layer_becomes_servable(tmp_path):
     with pytest.raises(UsageError, match=r"training mode; call layer\.eval\(\)"):
         save_servable(layer, spec, tmp_path)
     layer.eval()
+    with pytest.raises(UsageError, match="the layer has no parameters"):
+        save_servable(layer[1], spec, tmp_path)
     for _ in range(2):
         save_servable(layer, spec, tmp_path, feed_alias=["rows"], fetch_alias=["soft_labels"])
     assert {*SERVER_FILES, *CLIENT_FILES} < {path.name for path in tmp_path.iterdir()}

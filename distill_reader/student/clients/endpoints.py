@@ -1,6 +1,6 @@
 """Parse the endpoints of teachers, and the protocols that they name. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -96,8 +96,8 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
     Raises:
         UsageError: none is given, or one is empty or given twice.
     """
-    given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
-    if not all(isinstance(endpoint, str) for endpoint in given):
+    given: object = teachers.split(",") if isinstance(teachers, str) else teachers
+    if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
         raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
     endpoints = tuple(endpoint.strip() for endpoint in given)
     if not endpoints or not all(endpoints):
@@ -110,6 +110,8 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
 def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
     """Check and return the servers of a list, or of a text with commas. Raises: UsageError."""
     given = discovery_servers
+    if not isinstance(given, Iterable):
+        raise UsageError(f"discovery_servers: expected texts such as 'host:7001', got {given!r}")
     servers = tuple(given.split(",") if isinstance(given, str) else given)
     registry_addresses(servers, "discovery_servers")
     return tuple(server.strip() for server in servers)

@@ -1,6 +1,7 @@
 """The epoch and the step that a training script iterates over."""
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -328,11 +329,15 @@ class Step(ABC):
         Raises:
             UsageError: the norm is not above 0, or the update was made.
         """
-        if not max_norm > 0:
+        try:
+            norm = float(max_norm)
+        except (TypeError, ValueError):
+            norm = math.nan
+        if not norm > 0:
             raise UsageError(f"step.clip(max_norm): expected a number above 0, got {max_norm!r}")
         if self.is_updated and len(self._all) == 1:
             raise UsageError("step.clip(max_norm): call it before step.update()")
-        self.max_norm = float(max_norm)
+        self.max_norm = norm
 
     def _close_shard(self) -> None:
         if self._open:

@@ -118,7 +118,13 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
             f"{sorted(found)} after {sorted(sums)}"
         )
     for name, value in found.items():
-        sums[name] += to_float(value)
+        try:
+            sums[name] += to_float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"evaluate: {name}: fn must return a number or a tensor of one element by each "
+                f"name, it returned {type(value).__name__}: {error}"
+            ) from error
 
 
 def _check_same_data(

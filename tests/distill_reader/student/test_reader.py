@@ -500,6 +500,21 @@ def test_setters_return_the_reader_and_the_configuration_can_be_printed(make, ca
             lambda: DistillReader(["ids"], ["total"]).set_padding("ids", multiple_of=0),
             "padding: multiple_of",
         ),
+        (
+            lambda: DistillReader(["ids"], ["total"]).set_padding(3),  # type: ignore[arg-type]
+            "padding: fields: .*got 3",
+        ),
+        (
+            lambda: DistillReader(["ids"], ["total"]).set_max_memory(0.5),  # type: ignore[arg-type]
+            "max_memory: mebibytes: expected an integer of 1 or more, got 0.5",
+        ),
+        (
+            lambda: DistillReader(["ids"], ["total"]).set_dynamic_teacher(
+                None,  # type: ignore[arg-type]
+                "digits",
+            ),
+            "discovery_servers: expected texts .*got None",
+        ),
     ],
 )
 def test_what_is_not_right_is_said_before_anything_starts(call: Callable[[], Any], words: str):
@@ -744,7 +759,7 @@ def run_loader(
     with (folder / "out").open("w+") as out:
         program = warm.start([str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}, out.fileno())
         try:
-            ended = program.wait(60)
+            ended = program.wait(240)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)  # its workers, too

@@ -31,7 +31,8 @@ def test_sent_fields_are_those_with_a_name():
         ({"no_teacher_timeout_s": 0}, "no_teacher_timeout_s: expected seconds > 0"),
         ({"no_teacher_timeout_s": float("nan")}, "no_teacher_timeout_s: .*got nan"),
         ({"no_teacher_policy": "ignore"}, "policy: expected 'raise' or 'skip', got 'ignore'"),
-        ({"max_memory_bytes": 1000}, "max_memory: expected 1 MiB or more, got 1000 B"),
+        ({"no_teacher_timeout_s": "60"}, "no_teacher_timeout_s: .*got '60'"),
+        ({"hedging": "no"}, "hedging: expected True or False, got 'no'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], words: str):
@@ -45,7 +46,7 @@ def test_endpoints_come_as_a_list_or_a_text_with_commas(given: Any):
     assert endpoints_of(given) == ("a:1", "b:2")
 
 
-@pytest.mark.parametrize("given", ["", "a:1,,b:2", [], ["a:1", ""], ["a:1", 2], "a:1,a:1"])
+@pytest.mark.parametrize("given", ["", "a:1,,b:2", [], ["a:1", ""], ["a:1", 2], "a:1,a:1", 7])
 def test_endpoints_that_cannot_be_meant_are_refused(given: Any):
     with pytest.raises(UsageError, match="teachers: "):
         endpoints_of(given)

@@ -698,6 +698,9 @@ def test_evaluation_sums_over_all_samples_without_gradients():
     names = iter([{"a": 1}, {"b": 1}, {"a": 1}])
     with pytest.raises(elastic.UsageError, match="the same names for every batch"):
         loop.evaluate(DATA, lambda batch: next(names), batch_size=7)
+    for value, kind in ((None, "NoneType"), ([1, 2], "list"), (paddle.ones([2]), "Tensor")):
+        with pytest.raises(elastic.UsageError, match=f"evaluate: a: fn .* it returned {kind}"):
+            loop.evaluate(DATA, lambda batch, value=value: {"a": value}, batch_size=7)
 
 
 class Cropped(paddle.io.Dataset):

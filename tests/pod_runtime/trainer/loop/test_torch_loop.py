@@ -322,9 +322,9 @@ def test_a_norm_that_is_not_above_zero_is_refused():
     )
     for epoch in loop.epochs():
         for step in epoch:
-            for value in (0, -1.0, float("nan")):
+            for value in (0, -1.0, float("nan"), None):
                 with pytest.raises(UsageError, match=r"step\.clip\(max_norm\): expected a number"):
-                    step.clip(value)
+                    step.clip(value)  # type: ignore[arg-type]
             for inputs, _index in step:
                 step.backward(model(inputs).mean())
             step.update()

@@ -90,7 +90,8 @@ def parse(body: Object) -> TrainingJobSpec:
     """Return the spec of a TrainingJob.
 
     Raises:
-        SpecError: it can never run as it is.
+        SpecError: it can never run as it is. It raises nothing else: one job's pass, and what
+            looks at all jobs, would fail by it without a word in the job's status.
     """
     name = str(body["metadata"]["name"])
     if len(name) > MAX_NAME:
@@ -121,7 +122,7 @@ def parse(body: Object) -> TrainingJobSpec:
             "spec.maxReplicas: missing; spec.autoscale needs to know how many it may be"
         )
     default = highest if "maxReplicas" in raw else lowest
-    template = _template(_get(raw, "template", dict, None))
+    template = _template(_without_nulls(_get(raw, "template", dict, None)))
     gpus = _gpus(_container(template["spec"]))
     server: Object = _get(raw, "server", dict, {})
     clean = _one_of(raw, "cleanPodPolicy", ("All", "None"))
@@ -173,6 +174,7 @@ def _template(template: Object | None) -> Object:
     for name in _OURS:
         if name in pod:
             raise SpecError(f"spec.template.spec.{name}: the controller sets it; leave it out")
+    _check_shapes(pod)
     container = _container(pod)
     for name in ("lifecycle", "workingDir"):
         if name in container:
@@ -198,6 +200,47 @@ def _template(template: Object | None) -> Object:
             )
     assert template is not None
     return template
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields behind which nothing stands: to Kubernetes they are none.
+
+    `env:` alone is such a one. The API server keeps it, as it cannot look into a template.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _check_shapes(pod: Object) -> None:
+    """Refuse what is another thing than is read here and in what pods are made of."""
+    at = "spec.template.spec"
+    _get(pod, "securityContext", dict, {}, at)
+    _get(pod, "terminationGracePeriodSeconds", int, 0, at)
+    _items(pod, "volumes", at)
+    for kind in ("containers", "initContainers"):
+        for each in _items(pod, kind, at):
+            where = f"{at}.{kind}[{each.get('name')}]"
+            for name in ("env", "volumeMounts"):
+                _items(each, name, where)
+            _get(each, "securityContext", dict, {}, where)
+            resources = _get(each, "resources", dict, {}, where)
+            for name in ("limits", "requests"):
+                _get(resources, name, dict, {}, f"{where}.resources")
+            for name in ("command", "args"):
+                words = _get(each, name, list, [], where)
+                if wrong := [word for word in words if not isinstance(word, str)]:
+                    raise SpecError(
+                        f"{where}.{name}: expected texts, got {wrong[0]!r}; write it in quotes"
+                    )
+
+
+def _items(raw: Object, name: str, where: str) -> list[Object]:
+    """Return a list of mappings."""
+    found: list[Any] = _get(raw, name, list, [], where)
+    if wrong := [each for each in found if not isinstance(each, Mapping)]:
+        raise SpecError(f"{where}.{name}: expected a list of mappings, got {wrong[0]!r} in it")
+    return found
 
 
 def _container(pod: Object) -> Object:
@@ -247,9 +290,8 @@ def _get(raw: Object, name: str, kind: type[T], default: Any, where: str = "spec
     if value is None:
         return default
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise SpecError(
-            f"{where}.{name}: expected {kind.__name__}, got {value!r}; correct or leave it out"
-        )
+        what = "a mapping" if kind is dict else "a list" if kind is list else kind.__name__
+        raise SpecError(f"{where}.{name}: expected {what}, got {value!r}; correct or leave it out")
     return value
 
 

@@ -268,7 +268,9 @@ def test_what_has_ended_or_cannot_be_read_or_is_not_asked_for_is_left_alone():
     ended = job("a", 1, 4, status={"conditions": [{"type": "Complete", "status": "True"}]})
     broken = job("b", 3, 2)
     other = job("c", 1, 4, autoscale=False)
-    assert decided([ended, broken, other], [], [node("n")]) == {}
+    misread = job("d", 1, 4)
+    misread["spec"]["template"]["spec"]["containers"][0]["env"] = {"A": "not a list"}
+    assert decided([ended, broken, other, misread], [], [node("n")]) == {}
 
 
 @pytest.mark.parametrize(

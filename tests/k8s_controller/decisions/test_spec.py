@@ -1,10 +1,13 @@
 """What a TrainingJob's spec means, and what is refused."""
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from job_server.api.failure_policy import FailureRule, Then
+from k8s_controller.decisions.objects import foundations, server_pod, trainer_pod
 from k8s_controller.decisions.spec import SpecError, parse
 from tests.k8s_controller.jobs import parsed, training_job
 
@@ -95,3 +98,79 @@ def test_the_rules_about_failures_are_those_of_the_job_server():
 def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused():
     with pytest.raises(SpecError, match=r"metadata\.name"):
         parse(training_job(name="x" * 51))
+
+
+def full_template() -> dict[str, Any]:
+    """Return one that has all that is read of a template."""
+    container = {
+        "name": "trainer", "image": "edl", "command": ["python"], "args": ["train.py"],
+        "env": [{"name": "A", "value": "b"}], "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+        "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {"readOnlyRootFilesystem": True},
+    }  # fmt: skip
+    return {
+        "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
+        "spec": {
+            "containers": [container],
+            "initContainers": [container | {"name": "first"}],
+            "volumes": [{"name": "v", "emptyDir": {}}],
+            "securityContext": {"runAsUser": 5},
+            "terminationGracePeriodSeconds": 60,
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"operator": "Exists"}],
+        },
+    }
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield (*path, key)
+        if isinstance(value[key], (dict, list)):
+            yield from places(value[key], *path, key)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 7, True, [], {}, ["x"], [None], [{}], {"x": None}])
+def test_whatever_stands_in_a_template_is_read_or_refused_by_name(wrong):
+    # The API server cannot look into it, and one job's error must not be that of all.
+    told = list[str]()
+    for path in places(full_template()["spec"], "spec"):
+        job = training_job()
+        template = job["spec"]["template"] = copy.deepcopy(full_template())
+        at: Any = template
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = wrong
+        try:
+            spec = parse(job)
+        except SpecError as error:
+            told.append(str(error))
+            continue
+        assert foundations(job, spec, "token")
+        assert server_pod(job, spec)["spec"]
+        assert trainer_pod(job, spec, 0)["spec"]
+    assert all(text.startswith("spec.template.spec.") for text in told), told
+
+
+@pytest.mark.parametrize("field", ["env", "args", "resources", "volumeMounts", "securityContext"])
+def test_a_field_of_the_template_behind_which_nothing_stands_is_as_left_out(field):
+    job, usual = training_job(), training_job()
+    job["spec"]["template"]["spec"]["containers"][0][field] = None
+    job["spec"]["template"]["spec"] |= {"volumes": None, "terminationGracePeriodSeconds": None}
+    made = trainer_pod(job, parse(job), 0)
+    assert made == trainer_pod(usual, parse(usual), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"env": {"A": "b"}}, r"containers\[trainer\]\.env: expected a list"),
+        ({"command": "python train.py"}, r"containers\[trainer\]\.command: expected a list"),
+        ({"args": ["--epochs", 3]}, r"args: expected texts, got 3; write it in quotes"),
+        ({"resources": {"limits": "1"}}, r"resources\.limits: expected a mapping"),
+    ],
+)
+def test_what_is_another_thing_in_a_template_is_refused_with_the_remedy(change, told):
+    job = training_job()
+    job["spec"]["template"]["spec"]["containers"][0] |= change
+    with pytest.raises(SpecError, match=told):
+        parse(job)

@@ -32,6 +32,7 @@ class ListedPod:
     index: int = -1  # of a trainer
     phase: str = "Pending"  # Pending, Running, Succeeded, Failed or Unknown
     leaving: bool = False  # it is deleted: its grace runs
+    gone_by: float = 0.0  # seconds since 1970, when that is over
     ready: bool = False
     address: str = ""  # "": not known yet
     created_at: float = 0.0  # seconds since 1970
@@ -176,6 +177,7 @@ def pod_view(pod: Object) -> ListedPod:
         index=int(index) if index.isdecimal() else -1,
         phase=_end_of_trainer(status) or phase,
         leaving="deletionTimestamp" in meta,
+        gone_by=seconds(meta.get("deletionTimestamp")) or 0.0,
         ready=_is(status, "Ready"),
         address=str(status.get("podIP", "")),
         created_at=seconds(meta.get("creationTimestamp")) or 0.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from job_server.api.wire import JobState
 from k8s_controller.decisions import status as states
-from k8s_controller.decisions.objects import STATE, selector
+from k8s_controller.decisions.objects import STATE, selector, server_name
 from k8s_controller.decisions.observed import (
     UNSCHEDULABLE,
     ListedPod,
@@ -29,6 +29,7 @@ from k8s_controller.decisions.status import Phase, TrainingJobStatus
 GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
 PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
 REFUSED = "Refused"  # of a condition: Kubernetes makes no such pod
+NOT_DURABLE = "NotDurable"  # of condition Suspended: the newest state is in the pods alone
 WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
 _RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
@@ -337,8 +338,10 @@ class _Pass:
 
     def _suspend(self) -> None:
         """Pause the training, durably; then delete its pods."""
-        server = self.seen.server
-        if self.seen.server_pod is None and not self._known_to_run():
+        if self._lets_pods_save():
+            return
+        server, is_kept = self.seen.server, self._is_kept_by_pods()
+        if self.seen.server_pod is None and not self._known_to_run() and not is_kept:
             self._is_suspended("it has not begun")
             self._remove_idle()
             return
@@ -346,8 +349,9 @@ class _Pass:
         if server is None:
             return  # nobody knows what the training does
         if server.job is None:
-            self._is_suspended("it has not begun")
-            self._remove_idle()
+            if not is_kept:
+                self._is_suspended("it has not begun")
+                self._remove_idle()
         elif server.job.state is JobState.PAUSED:
             saved = server.job.saved
             if saved is not None and (saved.spare or _dies_with_pod(saved.path)):
@@ -356,10 +360,9 @@ class _Pass:
                     "goes with the pod; so the pods stay. Give the training a checkpoint path on "
                     "a volume, or a URL"
                 )
-                known = self.status.conditions.get(states.SUSPENDED)
-                if known is None or known.reason != "NotDurable":
-                    self._say("NotDurable", words, warning=True)
-                self._condition(states.SUSPENDED, False, "NotDurable", words)
+                if not is_kept:
+                    self._say(NOT_DURABLE, words, warning=True)
+                self._condition(states.SUSPENDED, False, NOT_DURABLE, words)
                 return
             where = "" if saved is None else f" at step {saved.step}, written to {saved.path}"
             self._is_suspended(f"paused{where}")
@@ -373,6 +376,11 @@ class _Pass:
             else:
                 words = f"the training goes on: {server.job.reason}"
                 self._condition(states.SUSPENDED, False, "NotPaused", words)
+
+    def _is_kept_by_pods(self) -> bool:
+        """Whether the newest state is in pods alone, as was seen when it was paused."""
+        known = self.status.conditions.get(states.SUSPENDED)
+        return known is not None and known.reason == NOT_DURABLE
 
     def _known_to_run(self) -> bool:
         return self.status.job_state not in ("", JobState.PAUSED.value)
@@ -397,9 +405,36 @@ class _Pass:
                 self._say("Resumed", "spec.suspend is false")
             self._set(suspended_at=None, pause_asked_at=None)
             self._condition(states.SUSPENDED, False, "Resumed", "")
+        if self._lets_pods_save():
+            return
         self._keep_server()
         self._scale()
         self._keep_budget()
+
+    def _lets_pods_save(self) -> bool:
+        """Whether pods end before the server is made again, as its database went with its pod.
+
+        It will know nothing of the training, end all that runs, and begin at the newest checkpoint.
+        A pod that ends while there is no server writes the newest state there before.
+        """
+        is_lost = self.seen.server_pod is None and self.spec.storage is None
+        if not is_lost or not self._known_to_run():
+            return False
+        words = (
+            f"pod {server_name(self.name)} is gone, and its database with it, as there is no "
+            "spec.server.storage; so all pods end and write the newest state, and the training "
+            "goes on from its newest checkpoint"
+        )
+        staying = [pod for pod in self.seen.trainers if not pod.leaving]
+        if staying:
+            self._remove_idle()
+            self._say("ServerLost", words, warning=True)
+        if staying or any(self.now < pod.gone_by for pod in self.seen.trainers):
+            self._set(phase=Phase.STARTING)
+            return True
+        self._set(job_state="", training=0, phase=Phase.PENDING, reason=words)
+        self._condition(states.RUNNING, False, "ServerLost", words)
+        return False
 
     def _keep_server(self) -> None:
         if not self.seen.prepared:
@@ -566,11 +601,15 @@ class _Pass:
                 self.steps.append(SubmitJob())
                 if wanted != self.spec.max_replicas:
                     self.steps.append(SetPods(wanted))
-                self._say("Submitted", f"the training begins with {_pods(min(len(ready), wanted))}")
+                words = f"the training begins with {_pods(min(len(ready), wanted))}"
+                if self.status.job_state:
+                    words += ", at its newest checkpoint: its server has lost its database"
+                self._say("Submitted", words)
             return
         if server.job.state is JobState.PAUSED:
             if enough:
                 self.steps.append(ResumeJob())
+                self._set(job_state=JobState.STARTING.value)  # also if the server is lost just then
             return
         if server.most is None or server.most == wanted or server.job.state in _HALTS:
             return
@@ -632,7 +671,7 @@ class _Pass:
         if job is not None:
             self._condition(states.RUNNING, runs, job.state.value.title(), job.reason)
         is_paused = self.spec.suspend and job is not None and job.state is JobState.PAUSED
-        if self.status.holds(states.SUSPENDED) or is_paused:
+        if self.status.holds(states.SUSPENDED) or is_paused or self._is_kept_by_pods():
             phase = Phase.SUSPENDED
         elif server is None:  # as it was: the training does not need the server to go on
             phase = self.status.phase

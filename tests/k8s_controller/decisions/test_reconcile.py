@@ -48,6 +48,7 @@ from tests.k8s_controller.jobs import (
 )
 
 NOW = 1000.0
+STORAGE = {"storage": {"size": "1Gi"}}
 
 
 def look(
@@ -251,7 +252,7 @@ def test_a_pod_that_waited_long_for_a_node_has_all_its_time_to_get_ready():
 
 
 def test_pods_have_all_their_time_to_register_with_a_server_that_is_made_again():
-    spec = parsed(replicas=2, podReadyTimeoutSeconds=60)
+    spec = parsed(replicas=2, podReadyTimeoutSeconds=60, server=STORAGE)
     pods = [pod(0, created_at=NOW - 9000), pod(1, created_at=NOW - 9000)]
     seen = running(spec, pods)
     status = look(spec, seen).status
@@ -326,6 +327,59 @@ def test_a_state_that_would_go_with_a_pod_keeps_the_pods(path):
     assert look(spec, paused, outcome.status, NOW + 1).notices == (), "once"
 
 
+@pytest.mark.parametrize("server", [{}, STORAGE])
+def test_a_state_in_a_pod_alone_keeps_the_pods_when_the_server_is_lost_too(server):
+    spec = parsed(replicas=1, suspend=True, server=server)
+    saved = Saved(stage=2, step=70, path="/state/pods", node_id=pod(0).node_id)
+    paused = running(spec, [pod(0)], used=[], state=JobState.PAUSED, saved=saved)
+    status = look(spec, paused).status
+    lost = look(spec, replace(paused, server_pod=None, server=None), status, NOW + 1)
+    assert lost.steps == (MakeServer(),)
+    empty = replace(paused, server=ServerView(job=None, nodes=nodes_of([pod(0)])))
+    outcome = look(spec, empty, lost.status, NOW + 2)
+    assert outcome.steps == ()
+    assert outcome.status.conditions[states.SUSPENDED].reason == "NotDurable"
+    assert outcome.status.phase is Phase.SUSPENDED
+    begins = look(parsed(replicas=1, server=server), empty, outcome.status, NOW + 40)
+    assert SubmitJob() in begins.steps
+    assert "its server has lost its database" in begins.notices[-1].message
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_pods_write_the_newest_state_before_a_server_is_made_that_has_lost_its_database(suspend):
+    spec = parsed(replicas=2, suspend=suspend)
+    pods = [pod(0), pod(1)]
+    status = look(parsed(replicas=2), running(spec, pods)).status
+    lost = Observed(trainers=tuple(pods), prepared=True, budget=1)
+    ending = look(spec, lost, status, NOW + 1)
+    assert ending.steps == (
+        RemovePod("digits-0", "uid00000"),
+        RemovePod("digits-1", "uid00001"),
+    )
+    (told,) = ending.notices
+    assert (told.reason, told.warning) == ("ServerLost", True)
+    assert ending.status.phase is Phase.STARTING
+    going = replace(lost, trainers=tuple(pod(i, leaving=True, gone_by=NOW + 90) for i in range(2)))
+    waiting = look(spec, going, ending.status, NOW + 2)
+    assert (waiting.steps, waiting.notices) == ((), ())
+    gone = look(spec, Observed(prepared=True, budget=0), waiting.status, NOW + 9)
+    if suspend:
+        assert gone.steps == ()
+        assert gone.status.holds(states.SUSPENDED)
+    else:
+        assert gone.steps == (MakeServer(), MakeTrainer(0), MakeTrainer(1))
+        assert gone.status.phase is Phase.PENDING
+    cut_off = look(spec, going, waiting.status, NOW + 91)
+    assert suspend or MakeServer() in cut_off.steps, "a pod on a lost node is not waited for"
+
+
+def test_a_server_whose_database_is_in_a_volume_is_made_again_beside_the_pods():
+    spec = parsed(replicas=2, server=STORAGE)
+    seen = running(spec, [pod(0), pod(1)])
+    lost = replace(seen, server_pod=None, server=None)
+    assert look(spec, lost, look(spec, seen).status, NOW + 1).steps == (MakeServer(),)
+
+
 def test_a_job_that_is_no_longer_suspended_goes_on_when_its_pods_are_there():
     spec = parsed(replicas=1)
     status = TrainingJobStatus(
@@ -336,7 +390,11 @@ def test_a_job_that_is_no_longer_suspended_goes_on_when_its_pods_are_there():
     assert outcome.steps == (MakeTrainer(0),)
     assert outcome.status.suspended_s == 50
     ready = running(spec, [pod(0)], used=[], state=JobState.PAUSED)
-    assert look(spec, ready, outcome.status).steps == (ResumeJob(),)
+    resumed = look(spec, ready, outcome.status)
+    assert resumed.steps == (ResumeJob(),)
+    again, lost = parsed(replicas=1, suspend=True, server=STORAGE), replace(ready, server_pod=None)
+    pods_stay = look(again, replace(lost, server=None), resumed.status, NOW + 1).steps
+    assert pods_stay == (MakeServer(),), "it may run by now"
 
 
 def test_a_job_that_is_created_suspended_makes_nothing():

@@ -81,7 +81,10 @@ class SimulatedCluster:
         self.random = random.Random(seed)
         least = self.random.randint(1, 3)
         most = least + self.random.randint(0, 4)
-        self.spec = parsed(minReplicas=least, maxReplicas=most, podReadyTimeoutSeconds=60)
+        server = {"storage": {"size": "1Gi"}} if seed % 2 else {}
+        self.spec = parsed(
+            minReplicas=least, maxReplicas=most, podReadyTimeoutSeconds=60, server=server
+        )
         self.status = TrainingJobStatus()
         self.now = 1000.0
         self.pods: dict[str, ListedPod] = {}
@@ -171,7 +174,7 @@ class SimulatedCluster:
             return  # 404, or 409: another one has the name
         if not grace_s and not known.over:
             assert known.node_id not in self.server.stage, f"{name} still trains"
-        self.pods[name] = replace(known, leaving=True)
+        self.pods[name] = replace(known, leaving=True, gone_by=self.now + grace_s)
         self.gone_at.setdefault(uid, self.now + grace_s + self.random.uniform(0, 5))
 
     # --- the world
@@ -194,7 +197,7 @@ class SimulatedCluster:
             self.remove(each.name, each.uid, grace_s=DRAIN_S)
         elif chance < 0.20 and self.server_pod is not None:
             self.server_pod = None
-            if self.random.random() < 0.3:  # its database goes with it
+            if self.spec.storage is None:  # its database goes with it
                 self.server = SimulatedServer(self.spec)
                 for uid in self.registers_at:
                     self.registers_at[uid] = max(self.registers_at[uid], self.now + 1)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from optuna.exceptions import StorageInternalError
 
-from job_server.api.errors import Conflict, NotFound, Rejected, Retryable
+from job_server.api.errors import Conflict, NotFound, Rejected, Retryable, ServerAway
 from job_server.api.wire import JobSpec, JobStatus, Sharing
 from search.decide import (
     Ask,
@@ -214,6 +214,8 @@ class Search:
 
 
 def _waits_for(error: Exception) -> str:
+    if isinstance(error, ServerAway) and error.answers:
+        return f"the job server cannot go on now; waiting: {error}"
     if isinstance(error, Retryable):
         return f"the job server does not answer; waiting: {error}"
     return f"the study cannot be kept now; waiting: {cause_of(error)}"

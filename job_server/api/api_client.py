@@ -352,12 +352,15 @@ class ApiClient:
             raise ServerAway(f"no answer from {self.url}: {_cause(error)}") from error
         if response.ok and not response.is_redirect:
             return response
-        text = _error_text(response)
+        told = _told(response)
+        text = told or f"HTTP {response.status_code} {response.reason}"
         if response.status_code in _REJECTED:
             raise _REJECTED[response.status_code](text)
         if 400 <= response.status_code < 500:
             raise BadRequest(text, response.status_code)
-        raise ServerAway(f"{self.url}: {text}", _retry_after_s(response))
+        away = ServerAway(f"{self.url}: {text}", _retry_after_s(response))
+        away.answers = response.status_code == 503 and told is not None
+        raise away
 
 
 def server_url(text: str) -> str:
@@ -387,14 +390,15 @@ def _is_old(answer: object, query: Mapping[str, float | str]) -> bool:
     return getattr(answer, "revision", None) == query.get("revision")
 
 
-def _error_text(response: requests.Response) -> str:
+def _told(response: requests.Response) -> str | None:
+    """Return what a job server says of a refusal; None: it is not one of its answers."""
     try:
         data = response.json()
     except requests.JSONDecodeError:
         data = None
     if isinstance(data, dict) and isinstance(data.get("error"), str):
         return str(data["error"])
-    return f"HTTP {response.status_code} {response.reason}"
+    return None
 
 
 def _retry_after_s(response: requests.Response) -> float:

@@ -2,8 +2,8 @@
 
 JobServerError
 ├── Retryable               try again after `delay_s`
-│   ├── ServerAway          no answer: the server is down, restarting or unreachable;
-│   │                       a ConnectionError, too
+│   ├── ServerAway          no answer: the server is down, restarting or unreachable; or it
+│   │                       `answers` with a 503. A ConnectionError, too
 │   └── StoreTrouble        503: the server cannot write its database; nothing was changed
 └── Rejected                the server understood and refused; carries the HTTP status
     ├── BadRequest          400 and other 4xx: the request itself is wrong
@@ -35,6 +35,8 @@ class Retryable(JobServerError):  # noqa: N818 - it names what to do
 
 class ServerAway(Retryable, ConnectionError):  # noqa: N818 - as its family
     """No answer, or one that is not a job server's. Never take it for an empty answer."""
+
+    answers = False  # True: it is there, and says why it cannot do this now
 
 
 class StoreTrouble(Retryable):

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from job_server.api import wire
 from job_server.api.api_client import ApiClient
 from job_server.api.command_line import OptionParser
-from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
+from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, ServerAway
 from job_server.api.local_servers import LocalServer, connect, find_servers
 from job_server.api.text import (
     account_parts,
@@ -72,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             handler(api, args)
     except (ConfigError, wire.WireError) as error:
         return _fail(str(error), 2)
-    except Retryable as error:
-        return _fail(f"{error}; is it the right --server? `edl server` starts one", 1)
+    except ServerAway as error:
+        remedy = "" if error.answers else "; is it the right --server? `edl server` starts one"
+        return _fail(f"{error}{remedy}", 1)
     except JobServerError as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:

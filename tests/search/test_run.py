@@ -43,6 +43,7 @@ class Jobs:
         self.calls = 0
         self.kill_at: int | None = None  # the number of a call; None: never
         self.away = 0  # so many calls find no server
+        self.full = False  # ... but one whose disk is full
 
     def _called(self) -> None:
         self.calls += 1
@@ -50,7 +51,9 @@ class Jobs:
             raise Killed
         if self.away:
             self.away -= 1
-            raise ServerAway("no answer")
+            away = ServerAway("no answer")
+            away.answers = self.full
+            raise away
 
     def status(self, job_id: str) -> JobStatus:
         self._called()
@@ -190,11 +193,16 @@ def test_a_trial_that_was_killed_before_all_its_parameters_were_drawn_gets_them(
     assert len(set(jobs.made)) == len(jobs.made) == 4
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said(tmp_path, unharmed):
+@pytest.mark.parametrize(
+    ("full", "words"), [(False, "does not answer; waiting"), (True, "cannot go on now; waiting")]
+)
+def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said(
+    tmp_path, unharmed, full, words
+):
     jobs = Jobs(epochs=3)
-    jobs.away = 3
+    jobs.away, jobs.full = 3, full
     said = start(tmp_path, jobs)
-    assert sum("the job server does not answer; waiting" in line for line in said) == 1
+    assert sum(f"the job server {words}" in line for line in said) == 1
     assert results(tmp_path) == unharmed[0]
 
 

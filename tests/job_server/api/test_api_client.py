@@ -3,7 +3,8 @@
 import http.server
 import math
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from werkzeug.serving import make_server
 from job_server.api import wire
 from job_server.api.api_client import ApiClient, server_url
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
+from job_server.cli.commands import main
 from job_server.server.app import create_app
 from job_server.server.guard import Guard
 from job_server.server.openapi import build_openapi
@@ -198,6 +200,8 @@ class Stranger(http.server.BaseHTTPRequestHandler):
             "/list": (200, b"[]"),
             "/broken": (500, b"oops"),
             "/moved": (302, b""),
+            "/full": (503, b'{"error": "the database cannot be written"}'),
+            "/proxy": (503, b"<html>"),
         }.get(self.server.answer, (200, b"{}"))  # type: ignore[attr-defined]  # set by the test
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -209,17 +213,32 @@ class Stranger(http.server.BaseHTTPRequestHandler):
         return
 
 
-@pytest.mark.parametrize("answer", ["/html", "/list", "/broken", "/moved", "/empty"])
-def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
+@contextmanager
+def stranger(answer: str) -> Iterator[str]:
+    """Run one; yield its address."""
     listener = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
     listener.answer = answer  # type: ignore[attr-defined]  # read by its handler
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
     thread.start()
-    with ApiClient(f"127.0.0.1:{listener.server_port}") as api, pytest.raises(ServerAway):
-        api.health()
+    yield f"127.0.0.1:{listener.server_port}"
     listener.shutdown()
     listener.server_close()
     thread.join()
+
+
+@pytest.mark.parametrize("answer", ["/html", "/list", "/broken", "/moved", "/empty", "/proxy"])
+def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
+    with stranger(answer) as address, ApiClient(address) as api, pytest.raises(ServerAway) as away:
+        api.health()
+    assert not away.value.answers
+
+
+def test_a_server_that_cannot_write_is_there_and_no_command_doubts_its_address(capsys):
+    with stranger("/full") as address:
+        assert main(["status", "--server", address]) == 1
+    said = capsys.readouterr().err
+    assert "the database cannot be written" in said
+    assert "--server" not in said
 
 
 @pytest.mark.parametrize(

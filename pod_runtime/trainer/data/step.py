@@ -230,16 +230,25 @@ class Step(ABC):
         step are those of the mean over the global batch in both cases.
 
         Args:
-            loss: of this shard, a tensor with a gradient.
+            loss: of this shard, one number, as a tensor with a gradient.
             optimizer: whose parameters get gradients of this loss, no others: one of the loop's
                 optimizers, or a list of them. None: all of them.
 
         Raises:
-            UsageError: no shard is being computed, or the optimizer is not one of the loop's.
+            UsageError: no shard is being computed, the loss is not one number, or the optimizer is
+                not one of the loop's.
         """
         if not self._open:
             raise UsageError(
                 "step.backward(loss): call it inside `for batch in step:`, once per shard or more"
+            )
+        shape = getattr(loss, "shape", None)
+        if shape is None or math.prod(shape) != 1:
+            got = type(loss).__name__ if shape is None else f"a tensor of shape {[*shape]}"
+            raise UsageError(
+                f"step.backward(loss): expected a tensor with one number, the {self._loss} over "
+                f"the shard, got {got}; write step.backward(loss.{self._loss}()) for the losses of "
+                f"its samples"
             )
         samples = self._shard_samples if self._loss == "mean" else 1
         is_last = self._at == len(self._ranges) and not self.is_warmup

@@ -627,6 +627,21 @@ def test_calls_at_the_wrong_time_are_named():
         step.update()
 
 
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_loss_for_each_sample_is_refused_as_it_would_count_by_the_number_of_shards(kind):
+    loop, model = make(loss=kind, shards=2)
+    step = next(iter(next(iter(loop.epochs()))))
+    for batch in step:
+        losses = model(batch) ** 2
+        text = f"the {kind} over the shard, got a tensor of shape [3, 1]; write step.backward("
+        with pytest.raises(elastic.UsageError, match=re.escape(text)):
+            step.backward(losses)
+        with pytest.raises(elastic.UsageError, match=r"with one number, .* got float"):
+            step.backward(float(losses.mean()))
+        step.backward(losses.mean().reshape([1, 1]))
+    step.update()
+
+
 def test_leaving_an_epoch_before_its_end_is_an_error():
     loop, model = make()
     epochs = loop.epochs()

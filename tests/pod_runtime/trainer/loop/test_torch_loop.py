@@ -315,6 +315,19 @@ def test_an_evaluation_sums_over_all_samples_without_gradients():
     assert loop.evaluate(DataLoader(DATA, batch_size=7), judge) == {"n": 20, "index": 190}
 
 
+def test_a_loss_for_each_sample_is_refused_as_pytorch_does():
+    model = torch.nn.Linear(1, 1)
+    loop = elastic.Loop(
+        model, torch.optim.SGD(model.parameters(), 0.1), DATA, batch_size=4, epochs=1, shards=2
+    )
+    step = next(iter(next(iter(loop.epochs()))))
+    for inputs, _index in step:
+        with pytest.raises(UsageError, match=r"the mean over the shard, got .* shape \[2, 1\]"):
+            step.backward(model(inputs) ** 2)
+        step.backward((model(inputs) ** 2).mean())
+    step.update()
+
+
 def test_a_norm_that_is_not_above_zero_is_refused():
     model = torch.nn.Linear(1, 1)
     loop = elastic.Loop(

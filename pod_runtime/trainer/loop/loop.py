@@ -34,7 +34,7 @@ from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.restore import own_state
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
-from pod_runtime.trainer.membership.termination import on_sigterm
+from pod_runtime.trainer.membership.termination import on_sigterm, was_told_to_end
 from pod_runtime.trainer.progress.best import BestCheckpoint, check_metric, find_best
 from pod_runtime.trainer.progress.scaling import Policy
 from pod_runtime.trainer.progress.shard_choice import choose_shards, sizes_to_measure
@@ -72,6 +72,7 @@ class Loop:
     _rehearsal: ClassVar[Rehearsal | None] = None  # None: this process trains
     # Also of one whose making failed:
     _finished = False
+    _has_left_stop_out = False
     _steps: StageSteps | None = None  # None: prepared while an older stage trains
     _open_step: Step | None = None  # None: between two steps
 
@@ -392,10 +393,21 @@ class Loop:
         """End the training after this epoch, for early stopping; do not leave the loop by `break`.
 
         It is enough that one rank calls it, and a crash or a change does not undo it. The final
-        checkpoint is written as at the last epoch.
+        checkpoint is written as at the last epoch. In a trainer that its launcher ends (SIGTERM, to
+        a handler that the script has set before the loop), it does nothing: the others go on.
         """
-        if not self._is_warming_up:
-            self._entered().stage.progress.stops = True
+        if self._is_warming_up:
+            return
+        stage = self._entered().stage
+        if stage.link is not None and was_told_to_end():
+            if not self._has_left_stop_out:
+                self._has_left_stop_out = True
+                logger.warning(
+                    "loop.stop() after SIGTERM is left out: that ends this trainer, and the "
+                    "training goes on without it. `edl stop` ends the job"
+                )
+            return
+        stage.progress.stops = True
 
     def save_best(self, metric: str, value: float, *, mode: str = "max") -> BestCheckpoint:
         """Keep a checkpoint of the present state if `value` is the best so far; return the best.

@@ -6,6 +6,8 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +17,13 @@ class _Actions:
 
 
 _actions: list[_Actions] = []  # at most one: of this process's present loop
+_noted: list[int] = []  # signals for which the script has a handler of its own
 
 
 def on_sigterm(now: Callable[[], None], waiting: Callable[[], None]) -> None:
     """Have SIGTERM call both functions; processes forked from now on end by it as usual.
 
-    If the script has set a handler, that stays, and nothing is called.
+    If the script has set a handler, that stays, and nothing is called; `was_told_to_end` knows.
 
     Args:
         now: called in the main thread, between two lines of the script: not while that waits in
@@ -32,12 +35,31 @@ def on_sigterm(now: Callable[[], None], waiting: Callable[[], None]) -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):  # None: the framework's
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler not in (signal.SIG_DFL, None):  # None: the framework's
+        if callable(handler) and not isinstance(handler, _Noting):
+            signal.signal(signal.SIGTERM, _Noting(handler))
         return
     _actions.append(_Actions(now, waiting))
     _watch()
     signal.signal(signal.SIGTERM, lambda *_: _actions[0].now())
     os.register_at_fork(after_in_child=_forget)
+
+
+def was_told_to_end() -> bool:
+    """Whether SIGTERM has come to a handler that the script had set before its loop."""
+    return bool(_noted)
+
+
+class _Noting:
+    """Notes a signal before the script's own handler acts on it."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        _noted.append(number)
+        self._handler(number, frame)
 
 
 def _watch() -> None:

@@ -251,6 +251,23 @@ def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     finish_anew(job, left)
 
 
+def test_a_script_that_stops_its_training_when_it_is_told_to_end_ends_its_trainer_only(launch):
+    """As a survivor of a crash is told to, by a signal that means the whole job on a spot VM."""
+    job = launch("counting.py", 2)
+    flags = out(job, "--own_sigterm", "--snapshot_steps", "2")
+    stage = job.start(2, *flags)
+    stage.go()
+    stage.wait_step(3)
+    survivor, other = (each.process for each in stage.trainers)
+    survivor.send_signal(signal.SIGTERM)
+    before = job.newest()
+    wait_until(lambda: job.newest() > before, 30)
+    other.send_signal(signal.SIGKILL)
+    assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
+    assert "loop.stop() after SIGTERM is left out" in stage.logs()
+    finish_anew(job, job.newest(), *flags)
+
+
 def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it_open(launch):
     job = launch("again.py", 2)
     stage = job.start(2, "--out", str(job.folder))

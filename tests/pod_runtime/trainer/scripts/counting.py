@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -44,6 +45,7 @@ parser.add_argument("--best", action="store_true", help="epoch 1's state is the 
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
 parser.add_argument("--only_rank_0", choices=("evaluate", "save_best"))
 parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
+parser.add_argument("--own_sigterm", action="store_true", help="ends the training, as on a spot VM")
 parser.add_argument("--draws", action="store_true", help="a number in each epoch, which it notes")
 parser.add_argument("--evaluates_first", action="store_true", help="in each epoch before its steps")
 args = parser.parse_args()
@@ -118,6 +120,9 @@ def starving(where: elastic.ReadFrom):
         yield item
 
 
+told: list[int] = []
+if args.own_sigterm:
+    signal.signal(signal.SIGTERM, lambda number, _frame: told.append(number))
 data = Ids()
 if args.workers:
     data = paddle.io.DataLoader(data, batch_size=32, shuffle=True, num_workers=args.workers)
@@ -158,6 +163,8 @@ for epoch in loop.epochs():
         if loop.rank == 1 and step.number == args.fail_at and STAGE == "1":
             os.kill(os.getpid(), 9)
         step.update()
+        if told:
+            loop.stop()
         if not (step.is_warmup or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
     if args.best_first:

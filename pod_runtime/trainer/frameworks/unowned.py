@@ -113,6 +113,15 @@ def sparse_gradient(name: str) -> str:
     )
 
 
+def limited_norm(name: str, renormalize: str) -> str:
+    """Return why an embedding with `max_norm` is refused."""
+    return (
+        f"model: {name} has max_norm, by which a forward pass changes the weights of the words "
+        f"that it sees: others in each trainer. Leave it out, and limit them after step.update(): "
+        f"{renormalize}"
+    )
+
+
 def check_disjoint(parameters: Sequence[Collection[int]]) -> None:
     """Check that no two optimizers have a parameter in common, by the ids of theirs.
 

@@ -19,7 +19,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
 )
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name, of_model, running_statistics
-from pod_runtime.trainer.frameworks.unowned import sparse_gradient
+from pod_runtime.trainer.frameworks.unowned import limited_norm, sparse_gradient
 
 _EXACT = 2**53  # up to which float64 has every whole number
 
@@ -278,6 +278,9 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
             raise UsageError(sparse_gradient(f"{name}.weight"))
+        if isinstance(layer, nn.Embedding) and getattr(layer, "_max_norm", None) is not None:
+            renormed = f"paddle.renorm(weight, {layer._norm_type:g}, 0, {layer._max_norm:g})"
+            raise UsageError(limited_norm(name or "it", f"weight.set_value({renormed})"))
     merged = of_model(model)
     parameters = dict(model.named_parameters())
     for name, tensor in [*parameters.items(), *model.named_buffers()]:

@@ -13,6 +13,7 @@ from pod_runtime.trainer.frameworks.torch.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import (
     UnownedParameters,
     check_disjoint,
+    limited_norm,
     sparse_gradient,
 )
 
@@ -120,6 +121,13 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise UsageError(sparse_gradient(f"{name}.weight"))
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise UsageError(
+                limited_norm(
+                    name or "it",
+                    f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})",
+                )
+            )
         if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
             raise UsageError(
                 f"model: {name or 'it'} has no parameters before its first batch; give it one "

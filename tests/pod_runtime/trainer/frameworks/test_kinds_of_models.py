@@ -24,7 +24,7 @@ TRAINED = (
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",
-    "sparse call", "built late", "given late", "resizing",
+    "sparse call", "built late", "given late", "resizing", "limited norm",
 )  # fmt: skip
 
 

@@ -159,6 +159,14 @@ class SparseLayer(Words):
         self.words = nn.Embedding(WORDS, 4, sparse=True)
 
 
+class LimitedNorm(Words):
+    """Its vectors are made shorter as they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4, max_norm=0.5)
+
+
 class Copying(Words):
     """Its state_dict has copies, and leaves one out."""
 
@@ -252,6 +260,7 @@ TRAINED: dict[str, Callable[[], Any]] = {
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "given late": (GivenLate, r"it has got peak since the Loop was made"),
     "resizing": (Resizing, r"its buffer peaks is \[1\] .*: it could not be carried"),
+    "limited norm": (LimitedNorm, r"words has max_norm.*set_value\(.*2, 0, 0\.5\)"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "wrapped": (lambda: paddle.DataParallel(Words()), r"the bare model, not paddle\.DataParallel:"),
     "wrapped within": (Wrapped, r"pass the bare model, not paddle\.DataParallel \(out\)"),

@@ -165,6 +165,14 @@ class BuiltLate(Words):
         return self.late(self.words(ids)) + super().forward(ids)
 
 
+class LimitedNorm(Words):
+    """Its vectors are made shorter as they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4, max_norm=0.5)
+
+
 class Copying(Words):
     """Its state_dict has copies, and leaves one out."""
 
@@ -250,6 +258,7 @@ TRAINED: dict[str, Callable[[], Any]] = {
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "given late": (GivenLate, r"it has got peak since the Loop was made"),
     "resizing": (Resizing, r"its buffer peaks was \[0\], .*: it could not be carried"),
+    "limited norm": (LimitedNorm, r"words has max_norm.*renorm_\(.*2, 0, 0\.5\)"),
     "sparse layer": (SparseLayer, r"words\.weight has sparse gradients.*sparse=False"),
     "lazy": (Lazy, "out has no parameters before its first batch; give it one"),
     "wrapped": (lambda: nn.DataParallel(Words()), "pass the bare model, not DataParallel: "),

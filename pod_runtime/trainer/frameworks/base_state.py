@@ -20,7 +20,12 @@ from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.open_step import OpenStep
-from pod_runtime.trainer.frameworks.plain_values import differ, nested, unflatten
+from pod_runtime.trainer.frameworks.plain_values import (
+    differ,
+    nested,
+    own_copy,
+    unflatten,
+)
 from pod_runtime.trainer.frameworks.reads import Reads
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, missing_and_surplus
@@ -222,6 +227,8 @@ class BaseState(ABC):
                     value = zlib.crc32(np.ascontiguousarray(value).tobytes())
                 elif is_tensor(value):
                     value = fingerprint(value)
+                else:
+                    value = own_copy(value)  # it may be the list that the script appends to
                 found[f"extra={{{name!r}: ...}}, its {path}"] = value
         return found
 

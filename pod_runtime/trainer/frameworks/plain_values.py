@@ -179,19 +179,25 @@ def to_float(value: Any) -> float:
 def nested(name: str, thing: Any) -> dict[str, Any]:
     """Return an object's state as {path: leaf}; lists with tensors in them are walked through.
 
+    A mapping without tensors whose keys cannot be parts of a path is a leaf.
+
     Raises:
-        StateError: a key cannot be part of a path.
+        StateError: a key of a mapping with tensors cannot be part of a path.
     """
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping) and value:
+            strange = [key for key in value if not _is_step(key)]
+            if strange and not _holds_tensors(list(value.values())):
+                flat[prefix] = value  # numbers by number or by path: one leaf
+                return
+            if strange:
+                raise StateError(
+                    f"extra {name}: keys of tensors must be text without '/', and not like '[0]', "
+                    f"got {strange[0]!r}"
+                )
             for key, item in value.items():
-                if not isinstance(key, str) or "/" in key or _PLACE.fullmatch(key):
-                    raise StateError(
-                        f"extra {name}: keys must be text without '/', and not like '[0]', got "
-                        f"{key!r}"
-                    )
                 walk(f"{prefix}/{key}" if prefix else key, item)
         elif _holds_tensors(value):
             form = "[{}]" if isinstance(value, list) else "({})"
@@ -202,6 +208,11 @@ def nested(name: str, thing: Any) -> dict[str, Any]:
 
     walk("", thing.state_dict())
     return flat
+
+
+def _is_step(key: Any) -> bool:
+    """Whether a key can be part of a path."""
+    return isinstance(key, str) and "/" not in key and not _PLACE.fullmatch(key)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -222,15 +233,15 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
         place = whole
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[last] = value
+        place[last] = (value,)  # which may be a mapping
     made = {key: _with_lists(value) for key, value in whole.items()}
     return made[""] if made.keys() == {""} else made  # an empty state, or one that is no mapping
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a nested form with the lists and tuples that `nested` has walked through."""
-    if not isinstance(value, dict) or not value:
-        return value
+    """Return a nested form with the lists that `nested` walked through; leaves are in tuples."""
+    if isinstance(value, tuple):
+        return value[0]
     made = {key: _with_lists(each) for key, each in value.items()}
     found = [_PLACE.fullmatch(key) for key in made]
     if found[0] is None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -192,7 +193,18 @@ def test_objects_of_the_script_travel_with_the_state():
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"": 1, "a": 2}, {"rows": [{1: 2}]}, {"random": random.Random(3).getstate()}, [1, 2]],
+    [
+        {},
+        {"": 1, "a": 2},
+        {"rows": [{1: 2}]},
+        {"random": random.Random(3).getstate()},
+        [1, 2],
+        {"of": {3: 0.5, 4: {}}},
+        {"n": Counter([1, 1])},
+        {"a": {"b/c": 1}, "b": {"[0]": {"c": 1}}},
+        {1: 2},
+        {"a": {"[0]": 1, "b": {(1, 2): None}}},
+    ],
 )
 def test_plain_values_of_an_object_come_back_as_they_were(state):
     counts, fresh = Counts(), Counts()
@@ -203,6 +215,14 @@ def test_plain_values_of_an_object_come_back_as_they_were(state):
     theirs = paddle_framework(other, other_optimizer, header_size=HEADER, extra={"counts": fresh})
     theirs.state.load(layout, memoryview(data), json.loads(json.dumps(scalars)))
     assert fresh.state == state
+
+
+def test_a_tensor_by_a_number_is_refused_by_name():
+    counts = Counts()
+    counts.state = {"means": {3: paddle.ones([2])}}
+    _framework, model, optimizer, _scheduler = make("momentum")
+    with pytest.raises(StateError, match=r"extra counts: keys of tensors must be text .*, got 3"):
+        paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
 
 
 def test_a_date_is_refused_before_the_first_step():

@@ -804,6 +804,35 @@ def test_a_state_has_the_rates_of_the_last_commit_whatever_the_script_has_set_si
     assert state.scalars(committed=True)["groups"][0]["lr"] == 0.7
 
 
+class History:
+    """Its state is the very list that the script appends to."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"losses": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"losses": []}, {"of": {3: 0.5}}], ids=["a list", "by numbers"])
+def test_what_a_script_adds_to_an_object_before_an_update_is_seen_though_it_is_no_copy(state):
+    history, model = History(), nn.Linear(2, 2)
+    history.state = state
+    framework = torch_framework(
+        model, SGD(model.parameters(), lr=0.1), header_size=HEADER, extra={"history": history}
+    )
+    framework.state.note_committed()
+    assert framework.state.changed_in_step() == ""
+    if "of" in state:
+        state["of"][3] = 0.7
+    else:
+        state["losses"].append(0.5)
+    assert framework.state.changed_in_step().startswith("extra={'history': ...}, its ")
+
+
 class RememberingLR(lr_scheduler.LRScheduler):
     """Halves the rate at each step, and keeps a list of what it has done."""
 

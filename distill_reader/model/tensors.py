@@ -189,6 +189,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 def memory_of(value: Any, deep: int = 4) -> int:
     """Return about how many bytes an array, a tensor, or a list or mapping of some has.
 
+    An array of objects counts as a list of them.
+
     Of something else, what Python says: an object may refer to what is not its own. What cannot be
     asked, such as a sparse tensor, counts as nothing.
     """
@@ -198,16 +200,23 @@ def memory_of(value: Any, deep: int = 4) -> int:
         return 0
 
 
+def has_objects(value: Any) -> bool:
+    """Return whether it is an array of objects, whose own bytes are references alone."""
+    return bool(getattr(getattr(value, "dtype", None), "hasobject", False))
+
+
 def _memory_of(value: Any, deep: int) -> int:
     size = getattr(value, "nbytes", None)
-    if isinstance(size, int):
+    if isinstance(size, int) and not has_objects(value):
         return size  # of numpy or PyTorch
     if hasattr(value, "element_size"):
         return int(value.size) * int(value.element_size())  # of Paddle
     own = sys.getsizeof(value, 0)
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, list | tuple) and value and deep:
+    elif isinstance(value, np.ndarray):
+        value = value.reshape(-1)
+    if isinstance(value, list | tuple | np.ndarray) and len(value) and deep:
         some = value[:: -(-len(value) // _LOOKED_AT)]  # looking at each would take time
         return own + len(value) * sum([memory_of(each, deep - 1) for each in some]) // len(some)
     return own

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distill_reader.errors import BadRequest, UsageError
-from distill_reader.model.tensors import array_of, memory_of, rebuilt
+from distill_reader.model.tensors import array_of, has_objects, memory_of, rebuilt
 from distill_reader.student.batches.label_index import Keys
 from distill_reader.student.batches.tries import Tries
 from distill_reader.student.clients.client import Array
@@ -327,11 +327,11 @@ class _Fields:
         return "see set_sample_generator, set_sample_list_generator and set_batch_generator"
 
     def _other_bytes(self, fields: tuple[Any, ...]) -> int:
-        """Return the bytes of the fields that are not sent."""
+        """Return the bytes of the fields that are not sent, as objects never are."""
         return sum(
             memory_of(value)
             for position, value in enumerate(fields)
-            if position not in self._positions
+            if position not in self._positions or has_objects(value)
         )
 
 

@@ -118,6 +118,12 @@ def test_without_a_teacher_predictions_are_none():
     assert sample[2] is None
 
 
+def objects(*values: Any) -> np.ndarray:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
 def test_arrays_that_are_not_sent_count_as_memory():
     least = BATCH.item((0, IMAGE)).charge_bytes
     large = np.zeros(1_000_000)  # 8 MB
@@ -129,12 +135,22 @@ def test_arrays_that_are_not_sent_count_as_memory():
         ([np.zeros(0), large], 8),
         (bytes(1_000_000), 1),
         ([1.5] * 1_000_000, 32),
+        (objects(large, large), 16),
+        ({"boxes": objects(large, [large[:500_000]]).reshape(2, 1)}, 12),
+        (np.array("a" * 1_000_000, object), 1),
+        (np.empty(0, object), 0),
     ):
         more = BATCH.item((field, IMAGE)).charge_bytes - least
-        assert more == pytest.approx(megabytes * 1_000_000, rel=0.01)
+        assert more == pytest.approx(megabytes * 1_000_000, rel=0.01, abs=1000)
     endless: list[Any] = []
     endless.append(endless)
     assert BATCH.item((endless, IMAGE)).charge_bytes < least + 1000
+
+
+def test_an_array_of_objects_counts_as_them_under_a_name_that_no_teacher_takes_too():
+    kind = BatchFormat(((0, "boxes"), (1, "image")), 2, 1)
+    boxes = objects(*[np.zeros(1_000_000)] * 2)
+    assert kind.item((boxes, IMAGE)).charge_bytes == pytest.approx(16_000_000, rel=0.01)
 
 
 @pytest.mark.parametrize(

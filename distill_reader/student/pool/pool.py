@@ -34,7 +34,7 @@ from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import Padding
 from distill_reader.student.pool.pace import Pace
-from distill_reader.student.pool.request_mapping import RequestMapping, is_another, version_of
+from distill_reader.student.pool.request_mapping import RequestMapping, is_another, versions_of
 from distill_reader.student.pool.supervisor import Supervisor
 from distill_reader.student.pool.teacher_registry import MOST, Flight, Teacher, TeacherRegistry
 
@@ -252,20 +252,22 @@ class TeacherPool:
         if self._met is None or not (self._feed.has_answers or self._registry.connected):
             self._met = teacher.endpoint, spec
         endpoint, first = self._met
-        differs = is_another(first, spec)
+        predicts = self._settings.labels.predicts
+        differs = is_another(first, spec, predicts)
+        its, that_of_first = versions_of(spec, first, predicts)
         if differs is None and teacher.failures == 0 and not teacher.clients:
             logger.warning(
                 "teacher %s serves %s, and %s %s: whether that is the same, they do not say",
                 teacher.endpoint,
-                version_of(spec),
+                its,
                 endpoint,
-                version_of(first),
+                that_of_first,
             )
         if differs:
             raise BadRequest(
-                f"{teacher.endpoint}: serves {version_of(spec)}; this iteration began with "
-                f"{version_of(first)} of {endpoint}, and does not mix them: serve one of them "
-                "everywhere, or say set_mixed_versions(True)"
+                f"{teacher.endpoint}: serves {its}; this iteration began with {that_of_first} of "
+                f"{endpoint}, and does not mix them: serve one of them everywhere, or say "
+                "set_mixed_versions(True)"
             )
 
     def _stays_after(self, teacher: Teacher, error: DistillError) -> bool:

@@ -208,14 +208,15 @@ class RequestMapping:
         return _conversion(np.dtype(wanted.dtype), shape if is_open else wanted.shape, dtype, shape)
 
 
-def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:
+def is_another(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> bool | None:
     """Return whether two teachers serve different models or versions; None: unknown.
 
-    Equal or different names alone prove nothing: the default name is that of a folder.
+    Equal or different names alone prove nothing: the default name is that of a folder. Nor do equal
+    versions: teachers may always call theirs "1". Other shapes of the predictions do.
     """
     if one.digest and other.digest:
         return one.digest != other.digest
-    if one.version != other.version:
+    if one.version != other.version or _differing_output(one, other, predicts):
         return True
     return False if one.name == other.name else None
 
@@ -226,9 +227,37 @@ def _is_transposed(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return axes != wanted_axes and sorted(axes) == sorted(wanted_axes)
 
 
-def version_of(spec: ModelSpec) -> str:
-    """Return model and version for a message."""
-    return f"model {spec.name}, version {spec.digest or spec.version or 'unknown'}"
+def _differing_output(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> str:
+    """Return the first prediction whose shapes disagree; "": as far as they are told, none does."""
+    if not (one.is_exact and other.is_exact):
+        return ""
+    for name in predicts:
+        first, second = find_tensor(one.outputs, name), find_tensor(other.outputs, name)
+        if first is None or second is None or first.unusable or second.unusable:
+            continue
+        if len(first.shape) != len(second.shape) or any(
+            a != b and -1 not in (a, b) for a, b in zip(first.shape, second.shape, strict=True)
+        ):
+            return name
+    return ""
+
+
+def versions_of(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> tuple[str, str]:
+    """Return model and version of both for a message, and the shapes of what shows the difference.
+
+    See `is_another`.
+    """
+    texts = [
+        f"model {spec.name}, version {spec.digest or spec.version or 'unknown'}"
+        for spec in (one, other)
+    ]
+    name = _differing_output(one, other, predicts)
+    if name:
+        texts = [
+            f"{text} ({name} of shape {list(spec.output(name).shape)})"
+            for text, spec in zip(texts, (one, other), strict=True)
+        ]
+    return texts[0], texts[1]
 
 
 def _conversion(

@@ -701,15 +701,26 @@ def other_version(digest: str = "", version: str = "1") -> FakeTeacher:
     return FakeTeacher(f"{digest}{version}:1", spec, delay_s=0.002)
 
 
+def other_shape(endpoint: str, *shape: int, is_exact: bool = True) -> FakeTeacher:
+    spec = FakeTeacher("x:1").spec
+    outputs = (spec.outputs[0], replace(spec.outputs[1], shape=shape))
+    return FakeTeacher(endpoint, replace(spec, outputs=outputs, is_exact=is_exact), delay_s=0.002)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_mixed"),
     [
         (other_version("d1"), other_version("d2"), False),
         (other_version(version="1"), other_version(version="2"), False),
         (other_version("d3", "1"), other_version("", "1"), True),
+        (other_shape("a:1", 2, 3), other_shape("b:1", 2, 4), False),
+        (other_shape("a:1", 2, 3), other_shape("b:1", 2), False),
+        (other_shape("a:1", 2, 3), other_shape("b:1", -1, 3), True),
+        (other_shape("a:1", 2, 3), other_shape("b:1", 2, 4, is_exact=False), True),
     ],
-    ids=["digests", "versions", "of one nothing is known"],
-)
+    ids=["digests", "versions", "of one nothing is known", "classes", "axes", "an open length",
+         "a prototxt's shape"],
+)  # fmt: skip
 def test_teachers_of_two_versions_do_not_answer_in_one_iteration(
     read, caplog, one, other, is_mixed
 ):
@@ -766,6 +777,17 @@ def test_if_only_another_version_is_left_the_consumer_hears_why(read):
     reading.more(5)
     source.notify([other.endpoint])
     with pytest.raises(BadRequest, match=r"version d2; this iteration began with .*version d1"):
+        raise reading.failure()
+
+
+def test_a_model_that_is_replaced_by_one_with_other_classes_is_named_by_them(read):
+    one = other_shape("a:1", 2, 3)
+    reading = read(one)
+    reading.more(5)
+    one.kill()
+    one.spec = other_shape("b:1", 2, 4).spec
+    one.come_back()
+    with pytest.raises(BadRequest, match=r"\[2, 4\]\); this iteration began with .*\[2, 3\]\) of"):
         raise reading.failure()
 
 

@@ -60,8 +60,8 @@ def _rehearse(script: Path, argv: list[str], shards: int) -> int:
         del os.environ[name]
     rehearsal = Rehearsal(shards)
     Loop.rehearse(rehearsal)
-    warnings = _Warnings()
-    logging.getLogger("pod_runtime").addHandler(warnings)
+    warnings, logger = _Warnings(), logging.getLogger("pod_runtime")
+    logger.addHandler(warnings)
     sys.argv = argv
     sys.path[0] = str(script.resolve().parent)
     findings: list[str] = []
@@ -82,6 +82,9 @@ def _rehearse(script: Path, argv: list[str], shards: int) -> int:
             findings[-1] += f"\n    in {rehearsal.doing}"
         if hint := explain_error(error):
             findings[-1] += f"\n    {hint}"
+    finally:
+        Loop.rehearse(None)
+        logger.removeHandler(warnings)
     if not (rehearsal.has_begun or findings):
         findings.append(
             f"{script}: it ended without elastic.Loop: nothing was rehearsed; give it the "

@@ -693,8 +693,8 @@ class Loop:
         progress.cursor = rehearsal.last_batch(progress.batches)
 
     @classmethod
-    def rehearse(cls, rehearsal: Rehearsal) -> None:
-        """Have this process rehearse its first loop, instead of training."""
+    def rehearse(cls, rehearsal: Rehearsal | None) -> None:
+        """Have this process rehearse its next loop, instead of training; None: no more."""
         cls._rehearsal = rehearsal
 
     def _commit(self, steps: StageSteps, step: TrainingStep) -> None:

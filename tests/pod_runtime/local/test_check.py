@@ -187,6 +187,7 @@ RUNNER = """
 import io
 import json
 import os
+import runpy
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -201,6 +202,8 @@ for folder in sorted(each for each in top.iterdir() if each.is_dir()):
         code = main(["script.py", "--its", "own"])
     found[folder.name] = (code, said.getvalue(), sorted(each.name for each in folder.iterdir()))
 (top / "found.json").write_text(json.dumps(found))
+os.chdir(top / "clean")
+runpy.run_path("script.py", run_name="__main__")  # after the rehearsals this process trains
 """
 
 
@@ -278,6 +281,7 @@ def test_a_loop_is_found_in_packages_wherever_they_are_but_not_in_installed_ones
         *sys.path[1:],
     ]  # of which one is the script's
     monkeypatch.setattr(sys, "path", own)
+    monkeypatch.setattr(sys, "argv", [])  # it becomes the script's
     assert main(["train.py"]) == 1
     assert "does not use the elastic loop" in capsys.readouterr().out
     own.insert(1, str(tmp_path / "src"))

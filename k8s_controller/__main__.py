@@ -95,7 +95,14 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     metrics = Metrics()
-    probes = serve(metrics, args.probe_address, args.liveness_port)
+    try:
+        probes = serve(metrics, args.probe_address, args.liveness_port)
+    except (OSError, OverflowError) as error:
+        where = f"--liveness_port: {args.liveness_port}"
+        if args.probe_address:
+            where += f" at --probe_address {args.probe_address}"
+        print(f"python -m k8s_controller: {where}: {error}; name another", file=sys.stderr)
+        return 2
     logger.info("probes and metrics at port %d", probes.server_address[1])
     namespaces = [each for each in args.namespace if each != "all"]
     election = None

@@ -43,14 +43,24 @@ _LISTS = {
 
 
 def load_config(kubeconfig: str | None) -> None:
-    """Use a kubeconfig file; None: the pod's own account, else the usual file."""
+    """Use a kubeconfig file; None: the pod's own account, else the usual file.
+
+    Raises:
+        ConfigException: there is none, or it cannot be read.
+    """
     if kubeconfig is None:
         try:
             kubernetes.config.load_incluster_config()
             return
         except kubernetes.config.ConfigException:
             pass
-    kubernetes.config.load_kube_config(kubeconfig)
+    try:
+        kubernetes.config.load_kube_config(kubeconfig)
+    except kubernetes.config.ConfigException:
+        raise
+    except Exception as error:  # what the client makes of no YAML, or of another file
+        words = " ".join(str(error).split())
+        raise kubernetes.config.ConfigException(f"it cannot be read: {words}") from error
 
 
 NAME_TAKEN = "NameTaken"  # the reason of an error of ours: an object of somebody else has the name
@@ -286,7 +296,10 @@ class KubeApi:
                 retries=False,
             )
             if answer.status < 300:
-                return json.loads(answer.data)
+                try:
+                    return json.loads(answer.data)
+                except ValueError:
+                    raise KubeError(answer.status, "no JSON: is it an API server?") from None
             error = KubeError(answer.status, *_refusal(answer.data))
             if error.status != 409 or error.reason != "Conflict" or method not in _ANEW:
                 break

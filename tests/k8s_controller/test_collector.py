@@ -112,5 +112,10 @@ def test_a_cluster_that_cannot_be_asked_is_named(tmp_path, capsys):
     config = str(tmp_path / "none")
     assert main(["top", "--kubernetes", "--kubeconfig", config, "--count", "1"]) == 2
     assert config in capsys.readouterr().err
+    for text in ("not: [yaml", "text", "- a list", "clusters: 3"):
+        (tmp_path / "none").write_text(text)
+        assert main(["top", "--kubernetes", "--kubeconfig", config, "--count", "1"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{config}: it cannot be read: " in line
     assert main(["top", "--kubernetes", "--count", "0"]) == 2
     assert "--count" in capsys.readouterr().err

@@ -1,11 +1,14 @@
 """What the controller says of itself, and where."""
 
 import socket
+import subprocess
+import sys
 import urllib.request
 
 import pytest
 
 from k8s_controller.metrics import Metrics, serve
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
@@ -20,3 +23,21 @@ def test_probes_are_answered_by_ipv4_and_by_ipv6(host: str):
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("args", [(), ("--probe_address=no.such.host.invalid",)])
+def test_a_place_where_it_cannot_listen_is_named(tmp_path, args: tuple[str, ...]):
+    config = tmp_path / "config"
+    config.write_text(
+        "current-context: a\ncontexts: [{name: a, context: {cluster: a, user: a}}]\n"
+        "clusters: [{name: a, cluster: {server: http://127.0.0.1:9}}]\n"
+        "users: [{name: a, user: {}}]\n"
+    )
+    with socket.create_server(("", 0)) as taken:
+        port = f"--liveness_port={taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "k8s_controller", f"--kubeconfig={config}", port, *args]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "--liveness_port: " in line
+    assert all(arg.partition("=")[2] in line for arg in args)

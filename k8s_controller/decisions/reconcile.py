@@ -179,10 +179,11 @@ def reconcile(
         generation: of the object whose spec this is.
         now: seconds since 1970.
     """
+    is_new = status.observed_generation != generation
     status = replace(status, observed_generation=generation)
     if states.SPEC_VALID in status.conditions:
         status = status.with_condition(states.SPEC_VALID, True, "Corrected", "", now)
-    work = _Pass(name, spec, status, seen, now)
+    work = _Pass(name, spec, status, seen, now, is_new)
     if work.status.ended:
         work.clean_up()
     else:
@@ -214,8 +215,10 @@ class _Pass:
         status: TrainingJobStatus,
         seen: Observed,
         now: float,
+        is_new: bool,  # the spec, to the status
     ) -> None:
         self.name, self.spec, self.status, self.seen, self.now = name, spec, status, seen, now
+        self._is_new = is_new
         self.steps: list[Step] = []
         self.notices: list[Notice] = []
         self._alive = [pod for pod in seen.trainers if not pod.leaving and not pod.over]
@@ -276,6 +279,8 @@ class _Pass:
             most = server.job.spec.max_pods
             if wanted > most:
                 why += f", but the training was begun with at most {most}: give maxReplicas then"
+                if self._is_new and before == most:
+                    self._say("Scaling", f"stays with {_pods(most)}: {why}", warning=True)
                 wanted = most
         if before == wanted and self.status.scaled_at is not None:
             return

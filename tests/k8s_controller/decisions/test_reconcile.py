@@ -453,6 +453,11 @@ def test_a_job_does_not_get_more_pods_than_it_was_begun_with():
     outcome = look(parsed(replicas=4), seen, status)  # maxReplicas was never given
     assert (outcome.steps, outcome.status.desired) == ((), 2)
     assert "begun with at most 2: give maxReplicas" in outcome.notices[0].message
+    has_all = look(parsed(replicas=2), seen).status
+    scaled_up = reconcile("digits", 2, parsed(replicas=4), has_all, seen, NOW + 1)
+    assert "stays with 2 pods: spec.replicas is 4, but" in scaled_up.notices[0].message
+    again = reconcile("digits", 2, parsed(replicas=4), scaled_up.status, seen, NOW + 2)
+    assert again.notices == (), "it is told once"
 
 
 def scaled(replicas: int | None, reason: str = "there is room", **status: Any) -> TrainingJobStatus:

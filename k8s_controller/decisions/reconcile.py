@@ -328,10 +328,10 @@ class _Pass:
         elif job.state is JobState.FAILED:
             self._end(states.FAILED, Phase.FAILED, "TrainingFailed", job.reason)
         elif job.state is JobState.STOPPED:
-            late = self._is_late()
-            reason = "DeadlineExceeded" if late else "Stopped"
-            said = f"it ran for {self.spec.active_deadline_s:g} s, its activeDeadlineSeconds"
-            self._end(states.FAILED, Phase.FAILED, reason, said if late else job.reason)
+            reason, words = "Stopped", job.reason  # by `edl stop` in a pod
+            if self._is_late():
+                reason, words = "DeadlineExceeded", self._deadline_text()
+            self._end(states.FAILED, Phase.FAILED, reason, words)
 
     def _end(self, kind: str, phase: Phase, reason: str, message: str) -> None:
         self._set(phase=phase, completed_at=self.now, reason=message)
@@ -632,6 +632,9 @@ class _Pass:
             waited_s += self.now - self.status.suspended_at
         return self.now - began - waited_s >= limit_s
 
+    def _deadline_text(self) -> str:
+        return f"it ran for {self.spec.active_deadline_s:g} s, its activeDeadlineSeconds"
+
     def _keep_deadline(self) -> None:
         if not self._is_late() or self.spec.active_deadline_s is None:
             return
@@ -639,8 +642,7 @@ class _Pass:
         if server is None or (server.job is not None and server.job.state is JobState.STOPPING):
             return
         if server.job is None:
-            words = f"it ran for {self.spec.active_deadline_s:g} s, its activeDeadlineSeconds"
-            self._end(states.FAILED, Phase.FAILED, "DeadlineExceeded", words)
+            self._end(states.FAILED, Phase.FAILED, "DeadlineExceeded", self._deadline_text())
             return
         self.steps.append(StopJob())
 

@@ -420,6 +420,7 @@ def test_a_deadline_does_not_count_the_time_that_a_job_was_suspended():
     [
         (JobState.SUCCEEDED, Phase.SUCCEEDED, states.COMPLETE),
         (JobState.FAILED, Phase.FAILED, states.FAILED),
+        (JobState.STOPPED, Phase.FAILED, states.FAILED),  # by `edl stop` in a pod
     ],
 )
 def test_a_job_ends_as_its_training_does(state, phase, condition):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from job_server.api.wire import JobState
+from job_server.api.wire import JobState, Saved
 from k8s_controller.decisions import status as states
 from k8s_controller.decisions.objects import STATE, selector, server_name
 from k8s_controller.decisions.observed import (
@@ -326,12 +326,22 @@ class _Pass:
         if job.state is JobState.SUCCEEDED:
             self._end(states.COMPLETE, Phase.SUCCEEDED, "Succeeded", job.reason)
         elif job.state is JobState.FAILED:
-            self._end(states.FAILED, Phase.FAILED, "TrainingFailed", job.reason)
+            words = job.reason + self._goes_with_pods(job.saved)
+            self._end(states.FAILED, Phase.FAILED, "TrainingFailed", words)
         elif job.state is JobState.STOPPED:
             reason, words = "Stopped", job.reason  # by `edl stop` in a pod
             if self._is_late():
                 reason, words = "DeadlineExceeded", self._deadline_text()
-            self._end(states.FAILED, Phase.FAILED, reason, words)
+            self._end(states.FAILED, Phase.FAILED, reason, words + self._goes_with_pods(job.saved))
+
+    def _goes_with_pods(self, saved: Saved | None) -> str:
+        """Return what is said of a state that was written nowhere but to a pod that is deleted."""
+        if saved is None or not _dies_with_pod(saved) or not self.spec.clean_pods:
+            return ""
+        return (
+            f"; step {saved.step} was written to a pod's own folder alone, which is deleted with "
+            "it: cleanPodPolicy None keeps pods, a checkpoint path that can be written the state"
+        )
 
     def _end(self, kind: str, phase: Phase, reason: str, message: str) -> None:
         self._set(phase=phase, completed_at=self.now, reason=message)
@@ -359,7 +369,7 @@ class _Pass:
                 self._remove_idle()
         elif server.job.state is JobState.PAUSED:
             saved = server.job.saved
-            if saved is not None and (saved.spare or _dies_with_pod(saved.path)):
+            if saved is not None and _dies_with_pod(saved):
                 words = (
                     f"it is paused, but its state is in a pod's own folder, {saved.path}, which "
                     "goes with the pod; so the pods stay. Give the training a checkpoint path on "
@@ -705,6 +715,6 @@ def _pods(count: int) -> str:
     return "1 pod" if count == 1 else f"{count} pods"
 
 
-def _dies_with_pod(path: str) -> bool:
-    """Whether a path is in a folder that a pod has to itself."""
-    return path == STATE or path.startswith(f"{STATE}/")
+def _dies_with_pod(saved: Saved) -> bool:
+    """Whether a state is in a folder that a pod has to itself."""
+    return saved.spare or saved.path == STATE or saved.path.startswith(f"{STATE}/")

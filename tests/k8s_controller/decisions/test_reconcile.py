@@ -441,6 +441,16 @@ def test_a_job_ends_as_its_training_does(state, phase, condition):
     assert look(spec, gone, first.status, NOW + 61).steps == (RemoveTrainingJob(),)
 
 
+@pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
+def test_a_last_state_that_goes_with_its_pod_is_told_where_pods_are_deleted(state):
+    saved = Saved(stage=2, step=70, path="/state/pods", node_id=pod(0).node_id, spare=True)
+    ended = running(parsed(replicas=1), [pod(0)], used=[], state=state, reason="a", saved=saved)
+    told = look(parsed(replicas=1), ended).notices[-1].message
+    assert "step 70 was written to a pod's own folder alone" in told
+    assert "cleanPodPolicy None keeps pods" in told
+    assert look(parsed(replicas=1, cleanPodPolicy="None"), ended).notices[-1].message == "a"
+
+
 def test_every_decision_about_the_number_of_pods_is_told_with_its_reason():
     spec = parsed(replicas=3, maxReplicas=5)
     status = TrainingJobStatus(desired=5, scaled_at=0.0, started_at=0.0)

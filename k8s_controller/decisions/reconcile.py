@@ -618,7 +618,7 @@ class _Pass:
                     self.steps.append(SetPods(wanted))
                 words = f"the training begins with {_pods(min(len(ready), wanted))}"
                 if self.status.job_state:
-                    words += ", at its newest checkpoint: its server has lost its database"
+                    words += ", at its newest checkpoint: its server knows it no more"
                 self._say("Submitted", words)
             return
         if server.job.state is JobState.PAUSED:

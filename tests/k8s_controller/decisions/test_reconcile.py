@@ -342,7 +342,7 @@ def test_a_state_in_a_pod_alone_keeps_the_pods_when_the_server_is_lost_too(serve
     assert outcome.status.phase is Phase.SUSPENDED
     begins = look(parsed(replicas=1, server=server), empty, outcome.status, NOW + 40)
     assert SubmitJob() in begins.steps
-    assert "its server has lost its database" in begins.notices[-1].message
+    assert "its server knows it no more" in begins.notices[-1].message
 
 
 @pytest.mark.parametrize("suspend", [False, True])

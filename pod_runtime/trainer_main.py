@@ -56,7 +56,7 @@ def run(argv: list[str]) -> None:
         raise
     except BaseException as error:  # noqa: BLE001  as the interpreter does
         trace = _of_the_script(error.__traceback__, script)
-        hint = _ask_loop("explain_error", error) or ""
+        hint = _ask_loop("explain_error", error) or explain_import(error)
         if hint:
             error.add_note(hint)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -65,6 +65,16 @@ def run(argv: list[str]) -> None:
         # As the interpreter does: what the frames hold is not closed before the end.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.exit(1)
+
+
+def explain_import(error: BaseException) -> str:
+    """Return how to run a script that only runs as a module of its package; "": it is none."""
+    if not isinstance(error, ImportError) or "no known parent package" not in str(error):
+        return ""
+    return (
+        "a script of a package, as python -m runs it: start a file beside the package instead, "
+        "with the lines `import runpy; runpy.run_module('PACKAGE.SCRIPT', run_name='__main__')`"
+    )
 
 
 def _execute(script: str) -> None:

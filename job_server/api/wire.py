@@ -494,7 +494,9 @@ class TrainerError(Message, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         error = self.chain[0]
-        text = " ".join(error.text.split())[:SHOWN_CHARS]
+        text = " ".join(error.text.split())
+        if len(text) > SHOWN_CHARS and not error.types[0].startswith("pod_runtime."):
+            text = text[:SHOWN_CHARS]  # EDL's own errors end with the remedy
         parts = (self.where or error.at, error.types[0].rpartition(".")[2], text)
         return ": ".join(part for part in parts if part) + (f"; {self.hint}" if self.hint else "")
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pod_runtime.trainer_main import place_of
+from pod_runtime.trainer_main import explain_import, place_of
 
 _OWN = ("edl", "pod_runtime", "paddle_edl")
 _HIDDEN = (
@@ -80,7 +80,7 @@ def _rehearse(script: Path, argv: list[str], shards: int) -> int:
         findings.append(f"{where}: {type(error).__name__}: {_first_lines(error)}")
         if rehearsal.doing:
             findings[-1] += f"\n    in {rehearsal.doing}"
-        if hint := explain_error(error):
+        if hint := explain_error(error) or explain_import(error):
             findings[-1] += f"\n    {hint}"
     finally:
         Loop.rehearse(None)
@@ -181,6 +181,9 @@ def _imports(file: Path) -> list[tuple[int, str]]:
             within = f"{node.module}." if node.module else ""
             found += [(node.level, f"{within}{each.name}") for each in node.names]
             found += [(node.level, node.module)] if node.module else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("run_module"):
+            names = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+            found += [(0, each) for each in names if isinstance(each, str)]
     return found
 
 

@@ -111,6 +111,12 @@ def test_the_innermost_line_and_what_an_error_came_from_are_told(script):
     assert said.error.where == "train.py:2"
 
 
+def test_a_script_of_a_package_is_told_how_it_runs(script):
+    done, said = script.run("from .sizes import HIDDEN\n")
+    assert "start a file beside the package instead" in done.stderr
+    assert "relative import with no known parent package; a script of a pack" in str(said.error)
+
+
 def test_an_error_that_others_raise_from_one_of_the_users_code_is_told_with_that_ones_place(script):
     # As Python itself does with a StopIteration in a generator, here one of the library's.
     text = (

@@ -279,6 +279,14 @@ def test_a_report_of_a_launcher_without_errors_is_read_and_one_with_goes_over_th
         RaisedError(types=("ValueError",), text="x" * 5000)
 
 
+def test_of_a_long_text_the_remedy_is_shown_where_it_is_one_of_edls_own():
+    long = "no. " * 200
+    assert str(
+        error(raised("pod_runtime.trainer.errors.UsageError", text=f"{long}Do it."))
+    ).endswith("no. Do it.")
+    assert len(str(error(raised("builtins.ValueError", text=long)))) < 400
+
+
 def test_a_pod_that_ends_with_2_twice_is_not_started_a_third_time():
     made = world(pods=1)
     for _ in range(100):

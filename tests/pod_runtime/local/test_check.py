@@ -289,6 +289,22 @@ def test_a_loop_is_found_in_packages_wherever_they_are_but_not_in_installed_ones
     assert "it was run" in capsys.readouterr().out
 
 
+def test_a_script_that_runs_as_a_module_is_told_how_and_found_then(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lib").mkdir()
+    Path("lib", "sizes.py").touch()
+    Path("lib", "train.py").write_text(
+        "from . import sizes\nimport edl\nraise OSError('it was run')\n"
+    )
+    assert main(["lib/train.py"]) == 1
+    assert "lines `import runpy; runpy.run_module('PACKAGE.SCRIPT', r" in capsys.readouterr().out
+    Path("train.py").write_text(
+        "import runpy\nrunpy.run_module('lib.train', run_name='__main__')\n"
+    )
+    assert main(["train.py"]) == 1
+    assert "it was run" in capsys.readouterr().out
+
+
 def test_a_script_without_the_loop_is_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import helper\nraise RuntimeError('it was run')\n")

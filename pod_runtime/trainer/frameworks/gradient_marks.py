@@ -13,6 +13,45 @@ from pod_runtime.trainer.frameworks.unowned import WHOLE_STEPS, check_noted
 _EVERY = 16  # of the parameters one is looked at, in later steps
 
 
+class LossScaling:
+    """Scales losses by the loop's scaler, and sees whether the script has done so before."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scale = getattr(type(scaler), "scale").__get__(scaler)  # noqa: B009
+        self._is_done = False  # by the script
+
+    @classmethod
+    def of(cls, scaler: Any | None) -> "LossScaling | None":
+        """Return that of a scaler, whose `scale` it takes over; None: there is no scaler."""
+        if scaler is None:
+            return None
+        found = vars(scaler).get("scale")
+        made = found if isinstance(found, cls) else cls(scaler)
+        made._is_done = False
+        scaler.scale = made
+        return made
+
+    def __call__(self, loss: Any) -> Any:
+        """The script scales a loss."""
+        scaled = self._scale(loss)
+        self._is_done |= scaled is not loss  # else it is switched off
+        return scaled
+
+    def scaled(self, loss: Any) -> Any:
+        """Return a loss times the scale.
+
+        Raises:
+            UsageError: it was scaled before.
+        """
+        if self._is_done:
+            raise UsageError(
+                "step.backward(loss): it scales the loss by the scaler that Loop has, and the "
+                "script has called scaler.scale before; pass the loss as it is, and leave out "
+                "scaler.scale, unscale_, step and update"
+            )
+        return self._scale(loss)
+
+
 class GradientMarks:
     """The marks of an optimizer's gradients, which differ when these do."""
 

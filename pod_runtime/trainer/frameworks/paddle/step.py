@@ -8,6 +8,7 @@ import paddle
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
+from pod_runtime.trainer.frameworks.gradient_marks import LossScaling
 from pod_runtime.trainer.frameworks.paddle.checks import gradient_marks
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
@@ -53,7 +54,7 @@ class PaddleStep:
         self._model, self._optimizer = model, optimizer
         self._updates_scaler = is_alone
         self._group, self._buffers, self._unowned = group, buffers, unowned
-        self._scaler = scaler
+        self._scaler, self._scaling = scaler, LossScaling.of(scaler)
         self._header_size, self._on_host = header_size, on_host
         self._hooks = Hooks() if all_reduce == "overlapped" else None
         self._reducer = self._make_reducer()
@@ -89,8 +90,8 @@ class PaddleStep:
             self._follow_frozen()
             assert isinstance(self._exchange, OverlappedExchange)
             self._exchange.arm()
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self._scaling is not None:
+            loss = self._scaling.scaled(loss)
         loss.backward(self._factor(loss, weight))
         self._marks.note(for_update=is_last)
 
@@ -125,8 +126,8 @@ class PaddleStep:
 
     def accumulate(self, loss: Any, weight: float, parameters: Sequence[Any]) -> None:
         """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self._scaling is not None:
+            loss = self._scaling.scaled(loss)
         found = paddle.grad(
             [loss], list(parameters), grad_outputs=[self._factor(loss, weight)], allow_unused=True
         )

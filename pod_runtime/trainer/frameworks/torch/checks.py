@@ -229,6 +229,18 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[Any], schedulers: Seque
             raise UsageError(_scheduler_not_passed(type(scheduler).__name__))
 
 
+def check_scaler(scaler: Any, passed: Any | None) -> None:
+    """Raise a UsageError if a loss scaler that the loop does not have has scaled, and no more."""
+    scale, tracker = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
+    if scaler is passed or scale is None or tracker is None:
+        return
+    if float(scale) == scaler._init_scale and not float(tracker):  # it was never updated
+        raise UsageError(
+            "scaler: a GradScaler has scaled the loss, and nothing takes that out of the "
+            "gradients; pass it: Loop(scaler=...), and the loss as it is to step.backward"
+        )
+
+
 def _parts(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler, and those that it is made of: of SequentialLR and its like."""
     yield scheduler

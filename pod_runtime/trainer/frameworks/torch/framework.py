@@ -12,6 +12,7 @@ from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
 from pod_runtime.trainer.frameworks.torch.checks import (
     check_arguments,
+    check_scaler,
     check_scheduler,
     trained_parameters,
     unowned_parameters,
@@ -103,7 +104,8 @@ def torch_framework(
             checks={
                 torch.optim.lr_scheduler.LRScheduler: lambda each: check_scheduler(
                     each, optimizers, schedulers
-                )
+                ),
+                torch.amp.GradScaler: lambda each: check_scaler(each, scaler),
             },
         ),
         step=step,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
+from pod_runtime.trainer.frameworks.gradient_marks import LossScaling
 from pod_runtime.trainer.frameworks.torch.checks import (
     SchedulerCheck,
     gradient_marks,
@@ -39,6 +40,7 @@ class TorchStep:
         self._updates_scaler = is_alone
         self._group, self._buffers, self._unowned = group, buffers, unowned
         self._scaler, self._header_size = scaler, header_size
+        self._scaling = LossScaling.of(scaler)
         self._exchange = self._make_exchange()
         self._frozen = self._what_is_frozen()
         self._marks = gradient_marks(model, optimizer)
@@ -64,8 +66,8 @@ class TorchStep:
     ) -> None:
         self._marks.check()
         self._buffers.loss.add(loss, weight)
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self._scaling is not None:
+            loss = self._scaling.scaled(loss)
         loss.backward(self._factor(loss, weight))
         self._marks.note(for_update=is_last)
 
@@ -104,8 +106,8 @@ class TorchStep:
 
     def accumulate(self, loss: Any, weight: float, parameters: Sequence[Any]) -> None:
         """Accumulate the gradient of `loss` times `weight` in these parameters, in no other."""
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self._scaling is not None:
+            loss = self._scaling.scaled(loss)
         loss.backward(self._factor(loss, weight), inputs=list(parameters))
 
     def loss(self, of: Sequence[int] = ()) -> Any:

@@ -225,6 +225,18 @@ def test_a_tensor_by_a_number_is_refused_by_name():
         paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
 
 
+def test_a_loss_that_the_script_scales_itself_is_refused():
+    model, scaler = network(), Scaler()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    for _again in range(2):  # two trainings with one scaler
+        framework = paddle_framework(model, optimizer, header_size=HEADER, scaler=scaler)
+        step(framework, model, 1)
+        scaled = scaler.scale(model(paddle.ones([2, 4])).mean())
+        with pytest.raises(UsageError, match=r"the script has called scaler\.scale before"):
+            framework.step.backward(scaled, 1.0)
+        framework.step.drop()
+
+
 def test_a_date_is_refused_before_the_first_step():
     counts = Counts()
     counts.state = {"since": np.datetime64("2026-01-01")}

@@ -328,6 +328,35 @@ def test_a_loss_for_each_sample_is_refused_as_pytorch_does():
     step.update()
 
 
+@pytest.mark.parametrize(("is_passed", "is_enabled"), [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_a_loss_that_the_script_scales_itself_is_refused(is_passed, is_enabled):
+    model = torch.nn.Linear(1, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=bool(is_enabled))
+    earlier = torch.amp.GradScaler("cpu")  # of a training without the loop
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    for _ in range(2):
+        earlier.scale(model(torch.ones(1)).sum()).backward()
+        earlier.step(optimizer)
+        earlier.update()
+
+    def train() -> None:
+        loop = elastic.Loop(
+            model, optimizer, DATA, batch_size=4, epochs=1, scaler=scaler if is_passed else None
+        )
+        for epoch in loop.epochs():
+            for step in epoch:
+                for inputs, _index in step:
+                    step.backward(scaler.scale(model(inputs).mean()))
+                step.update()
+
+    if not is_enabled:
+        train()
+        return
+    text = "the script has called scaler.scale before" if is_passed else "pass it: Loop.scaler="
+    with pytest.raises(UsageError, match=text):
+        train()
+
+
 def test_a_norm_that_is_not_above_zero_is_refused():
     model = torch.nn.Linear(1, 1)
     loop = elastic.Loop(

@@ -10,8 +10,10 @@ In Python, for a layer: `save_servable`.
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from distill_reader.teacher.predictor.model_folder import (
 from distill_reader.teacher.predictor.model_program import read_program
 
 _MODEL_NAME = "model"  # base name of the files that save_servable writes
+_MODEL_SUFFIXES = (".json", ".pdmodel", ".pdiparams", ".pdiparams.info")  # of any version of Paddle
 
 
 def convert(
@@ -140,18 +143,22 @@ def save_servable(
         raise UsageError("the layer has no parameters: Paddle writes none, and teachers want some")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for suffix in (".json", ".pdmodel", ".pdiparams", ".pdiparams.info"):
-        (folder / f"{_MODEL_NAME}{suffix}").unlink(missing_ok=True)  # of another version of Paddle
-    check_room(folder, (f"{_MODEL_NAME}.json", f"{_MODEL_NAME}.pdiparams"))
-    paddle.jit.save(layer, str(folder / _MODEL_NAME), input_spec=list(input_spec))
-    return convert(
-        folder,
-        folder,
-        folder if client_folder is None else client_folder,
-        feed_alias_names=feed_alias,
-        fetch_alias_names=fetch_alias,
-        normalizations=normalizations or {},
-    )
+    own = [f"{_MODEL_NAME}{suffix}" for suffix in _MODEL_SUFFIXES]
+    check_room(folder, (f"{_MODEL_NAME}.json", f"{_MODEL_NAME}.pdiparams"), besides=own)
+    # The model that is there stays until the new one is whole and all arguments fit it.
+    with tempfile.TemporaryDirectory(prefix="saving-", dir=folder) as draft:
+        paddle.jit.save(layer, str(Path(draft, _MODEL_NAME)), input_spec=list(input_spec))
+        place = partial(
+            convert,
+            draft,
+            feed_alias_names=feed_alias,
+            fetch_alias_names=fetch_alias,
+            normalizations=normalizations or {},
+        )
+        place(draft, draft)
+        for name in own:
+            (folder / name).unlink(missing_ok=True)
+        return place(folder, folder if client_folder is None else client_folder)
 
 
 def _with_aliases(

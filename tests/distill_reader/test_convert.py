@@ -111,7 +111,15 @@ def test_a_layer_becomes_servable(tmp_path):
         save_servable(layer[1], spec, tmp_path)
     for _ in range(2):
         save_servable(layer, spec, tmp_path, feed_alias=["rows"], fetch_alias=["soft_labels"])
-    assert {*SERVER_FILES, *CLIENT_FILES} < {path.name for path in tmp_path.iterdir()}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {*SERVER_FILES, *CLIENT_FILES} < before.keys()
+    wider = paddle.nn.Linear(6, 4)
+    wider.eval()
+    unfit = [paddle.static.InputSpec([None, 5], "float32", "features")]
+    for wrong, aliases, error in ((unfit, ["rows"], ValueError), (spec, ["a", "b"], UsageError)):
+        with pytest.raises(error):  # what is there stays
+            save_servable(wider, wrong, tmp_path, feed_alias=aliases)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     backend = load(str(tmp_path), "m", Device())
     rows = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
     got: Any = backend.run({"rows": rows})["soft_labels"]

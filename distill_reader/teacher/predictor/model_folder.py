@@ -5,7 +5,7 @@ or Paddle 1.x (`__model__` with `__params__`, or with a file per parameter). A c
 Serving beside them gives the tensors aliases.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,14 +87,18 @@ def find_model(
     return ModelFiles(folder=folder, program=program, params=params, config=config)
 
 
-def check_room(folder: str | Path, names: Iterable[str]) -> None:
+def check_room(folder: str | Path, names: Iterable[str], *, besides: Collection[str] = ()) -> None:
     """See that with files of these names a folder holds one model; there may be no folder yet.
+
+    Args:
+        besides: files that will be gone.
 
     Raises:
         ModelError: several could be meant then; lists them.
     """
     folder = Path(folder)
-    there = [each for each in folder.iterdir() if each.is_file()] if folder.is_dir() else []
+    found = folder.iterdir() if folder.is_dir() else ()
+    there = [each for each in found if each.is_file() and each.name not in besides]
     files = sorted({*there, *(folder / name for name in names)})
     _find_params(folder, files, _find_program(folder, files, None), None)
 

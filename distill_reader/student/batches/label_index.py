@@ -126,7 +126,8 @@ def make_keys(ids: Any, variants: Any, samples: int) -> Keys:
 def _hash(one: object, variant: object) -> Sequence[int]:
     total = hashlib.blake2b(digest_size=16)
     for part in (variant, one):
-        data = part if isinstance(part, bytes) else str(part).encode()
+        # Names of files may have bytes that are no text, which Python keeps as surrogates.
+        data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
         total.update(len(data).to_bytes(8, "little") + data)
     digest = total.digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")

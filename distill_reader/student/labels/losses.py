@@ -201,5 +201,5 @@ def _check_classes(student_logits: Tensor) -> None:
 
 
 def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
+    if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature: expected > 0, got {temperature}")

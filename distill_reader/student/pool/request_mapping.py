@@ -175,6 +175,11 @@ class RequestMapping:
             BadRequest: the field must not be sent like this; names it and the remedy.
         """
         name, is_pixels = self._sent[index], self._is_pixels[index]
+        if dtype.kind not in "biufc":
+            raise BadRequest(
+                f"{self.endpoint}: field {name} is {dtype}, and teachers take numbers: yield it as "
+                "such, or have None in its place in `ins` if it is not for them"
+            )
         if is_pixels and dtype != np.uint8:
             raise BadRequest(
                 f"{self.endpoint}: field {name} is {dtype}: to go as uint8 it must be the raw "

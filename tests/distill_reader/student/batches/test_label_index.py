@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,6 +64,11 @@ def test_ids_are_integers_or_texts_of_any_kind():
     np.testing.assert_array_equal(make_keys(np.array(["a", "b", "ab"]), None, 3), texts)
     np.testing.assert_array_equal(make_keys([b"a", b"b", b"ab"], None, 3), texts)
     assert len(np.unique(np.concatenate([texts, expected]), axis=0)) == 6
+
+
+def test_a_files_name_that_is_no_text_is_an_id():
+    names = [os.fsdecode(name) for name in (b"a\xff.png", b"a\xfe.png")]
+    assert len(np.unique(make_keys(names, None, 2), axis=0)) == 2
 
 
 def test_without_samples_there_are_no_keys():

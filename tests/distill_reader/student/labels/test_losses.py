@@ -310,6 +310,7 @@ def test_nothing_flows_back_to_the_teacher(side: Any):
         (lambda a, b, y: distillation_loss(a, b, y, alpha=1.5), "alpha: .*1.5"),
         (lambda a, b, y: distillation_loss(a, b, y[:3]), r"labels: .*got \[3\]"),
         (lambda a, b, y: distillation_loss(a, b, y, temperature=-1), "temperature"),
+        (lambda a, b, y: kl_divergence(a, b, temperature=float("inf")), "temperature: .* got inf"),
         (lambda a, b, y: soft_cross_entropy(a, (b,)), r"expected \(values, indices\), got 1"),
         (lambda a, b, y: kl_divergence(a[:, :1], b[:, :1]), r"two classes or more, got \[5, 1\]"),
         (lambda a, b, y: soft_cross_entropy(a[:, :1], b[:, :1]), "two classes or more"),

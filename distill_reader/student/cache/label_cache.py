@@ -4,7 +4,7 @@ import logging
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from distill_reader.errors import BadRequest, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.batches.feed import Request
 from distill_reader.student.batches.items import ItemPiece, ReaderItem, Signature
-from distill_reader.student.cache.label_store import Described, Inputs, LabelStore
+from distill_reader.student.cache.label_store import Described, Inputs, LabelStore, RowLayout
 from distill_reader.student.clients.client import Array
 from distill_reader.student.labels.labels import Labels, ServedOutput
 from distill_reader.student.options import CacheOptions
@@ -40,7 +40,7 @@ class LabelCache:
         """
         Args:
             wire_ins: how inputs are changed before they are sent, for that changes the labels.
-            sent: names of the inputs.
+            sent: names of the fields that may be sent.
             scope: the service's name, if there are several and the user names the version.
 
         Raises:
@@ -50,6 +50,8 @@ class LabelCache:
         self._labels = labels
         self._wire_ins = sorted(map(list, wire_ins))
         self._sent = tuple(sent)
+        self._taken: frozenset[str] = frozenset()  # inputs that teachers take; empty: unknown
+        self._known_places: tuple[RowLayout | None, tuple[int, ...]] = (None, ())
         self._known_signature: Signature | None = None  # of the last items that were compared
         self._scope = scope
         self._lock = threading.Lock()
@@ -67,13 +69,17 @@ class LabelCache:
         """Return the number of samples."""
         return 0 if self._store is None else len(self._store)
 
-    def meet(self, endpoint: str, spec: ModelSpec) -> None:
+    def meet(self, endpoint: str, spec: ModelSpec, taken: Collection[str]) -> None:
         """Learn the version from the first teacher; check that others serve the same.
+
+        Args:
+            taken: the fields that it takes.
 
         Raises:
             BadRequest: it serves another version, or does not tell which.
             UsageError: the folder cannot be used.
         """
+        self._taken = self._taken or frozenset(taken)
         if self._options.teacher_version is not None:
             return
         if not spec.digest:
@@ -127,7 +133,7 @@ class LabelCache:
             is_found = is_there[piece.first : piece.first + piece.samples].any()
             if piece.signature == self._known_signature or not is_found:
                 continue  # what is not kept may have another size or type than what is
-            described = self._describe(piece.signature)
+            described = self._describe(piece.signature, layout)
             if layout.inputs and _of_any_length(layout.inputs) == _of_any_length(described):
                 if layout.inputs not in (described, _of_any_length(described)):
                     return 0  # labels have the length of their texts, and these texts have another
@@ -137,9 +143,9 @@ class LabelCache:
                     f"{_shown(_of_any_length(described))}"
                 )
             self._known_signature = piece.signature
-        find = _finder(item.pieces)
+        find, places = _finder(item.pieces), self._places(layout)
         for number, check in checks.items():
-            own = _check_input(*find(number)) or 1
+            own = _check_input(*find(number), places) or 1
             # A text is padded to the longest of its batch: with another length nothing is known.
             if own >> 32 == check >> 32 and own != check:
                 raise self._other_inputs(
@@ -166,24 +172,37 @@ class LabelCache:
             if piece.item.keys is not None
         ]
         if store is not None and len(keys) == len(request.pieces):
-            described = self._describe(request.signature)
+            layout = store.layout
+            described = self._describe(request.signature, layout)
             of_any_length = _of_any_length(described)
             varies = self._labels.vary(columns, served)
             inputs = Inputs(
                 layout=described if varies else of_any_length,
                 also=(described, of_any_length),
-                check=_row_check(request),
+                check=_row_check(request, self._places(layout)),
             )
             store.add(np.concatenate(keys), columns, served, inputs)
 
-    def _describe(self, signature: Signature) -> Described:
+    def _places(self, layout: RowLayout | None) -> tuple[int, ...]:
+        """Return which of the fields that may be sent are the inputs that labels are made of.
+
+        A label's own field, which no teacher takes, may change. Labels of older releases have all
+        fields in their layout.
+        """
+        known, places = self._known_places
+        if layout is None or layout is not known:
+            names = self._taken
+            if layout is not None and layout.inputs:
+                names = frozenset(name for name, *_ in layout.inputs)
+            sent = enumerate(self._sent)
+            places = tuple(place for place, name in sent if not names or name in names)
+            self._known_places = layout, places
+        return places
+
+    def _describe(self, signature: Signature, layout: RowLayout | None) -> Described:
         """Return name, dtype and shape of each input."""
-        return tuple(
-            [
-                (name, dtype.name, shape)
-                for name, (dtype, shape) in zip(self._sent, signature, strict=True)
-            ]
-        )
+        inputs = [(self._sent[place], *signature[place]) for place in self._places(layout)]
+        return tuple([(name, dtype.name, shape) for name, dtype, shape in inputs])
 
     def _other_inputs(self, how: str) -> UsageError:
         assert self._store is not None
@@ -204,7 +223,7 @@ def _of_any_length(inputs: Described) -> Described:
     )
 
 
-def _row_check(request: Request) -> Callable[[int], int]:
+def _row_check(request: Request, places: Sequence[int]) -> Callable[[int], int]:
     """Return a function: the checksum of the inputs of a sample, by its index over all pieces.
 
     0: the consumer may have altered them meanwhile.
@@ -213,7 +232,7 @@ def _row_check(request: Request) -> Callable[[int], int]:
 
     def check(row: int) -> int:
         piece, at = find(row)
-        found = _check_input(piece, at)
+        found = _check_input(piece, at, places)
         return found if piece.item.missing and not request.is_answered else 0
 
     return check
@@ -231,10 +250,14 @@ def _finder(pieces: Sequence[ItemPiece]) -> Callable[[int], tuple[ItemPiece, int
     return find
 
 
-def _check_input(piece: ItemPiece, at: int) -> int:
-    """Return a checksum of one sample's inputs: of shapes in the upper 32 bits, then of values."""
+def _check_input(piece: ItemPiece, at: int, places: Sequence[int]) -> int:
+    """Return a checksum of one sample's inputs: of shapes in the upper 32 bits, then of values.
+
+    Args:
+        places: which of its fields are inputs.
+    """
     shapes = values = 0
-    for arrays in piece.rows:
+    for arrays in [piece.rows[place] for place in places]:
         is_each = len(arrays) == piece.samples
         sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
         shapes = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), shapes)

@@ -224,7 +224,7 @@ class TeacherPool:
                     settings.padding,
                 )
                 if settings.cache is not None:
-                    settings.cache.meet(teacher.endpoint, client.spec)
+                    settings.cache.meet(teacher.endpoint, client.spec, mapping.taken)
                 with self._lock:
                     if not self._is_over(teacher) and its_round == teacher.round:
                         self._meet(teacher, client.spec)

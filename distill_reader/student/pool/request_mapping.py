@@ -77,6 +77,11 @@ class RequestMapping:
                 f"INPUT:...`, or leave out set_wire_dtype(ins='uint8')"
             )
 
+    @property
+    def taken(self) -> list[str]:
+        """The fields that are sent to it."""
+        return [self._sent[index] for index, _, _ in self._inputs]
+
     def feeds(self, request: Request) -> dict[str, list[Array]]:
         """Return the arrays of each input.
 

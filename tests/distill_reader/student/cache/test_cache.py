@@ -96,6 +96,39 @@ def test_all_kinds_of_generators_have_it(make: Make, tmp_path: Path):
     assert 5 + 2 <= teacher.samples <= 5 + 4
 
 
+def labelled(teacher: FakeTeacher, folder: Path, *labels: Any) -> list[list[list[float]]]:
+    """Read an epoch for each array of labels, which have a name."""
+    reader = DistillReader(["image", "id", "label"], ["total"]).set_cache(folder)
+    reader.set_fixed_teacher(teacher.endpoint)
+    return [
+        totals(reader.set_batch_generator([(images([1, 2]), np.array([1, 2]), each)]))
+        for each in labels
+    ]
+
+
+def test_a_field_that_no_teacher_takes_may_change(reach: Callable[..., None], tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reach(teacher)
+    some = (np.arange(2), np.ones(2), np.zeros((2, 5)), np.array(["a", "ab"]))
+    for first in range(len(some)):
+        folder = tmp_path / str(first)
+        assert labelled(teacher, folder, *some[first:], *some) == [[[6.0, 12.0]]] * (8 - first)
+        assert teacher.samples == 2
+        teacher.requests.clear()
+
+
+def test_a_cache_that_knows_such_a_field_as_an_input_goes_on_to(reach, tmp_path: Path):
+    both = (*SPEC.inputs, TensorSpec(name="label", dtype="int64", shape=()))
+    older = FakeTeacher("a:1", replace(V1, inputs=both), lambda fed: double({"": fed["image"]}))
+    teacher = FakeTeacher("b:1", V1)
+    reach(older, teacher)
+    assert labelled(older, tmp_path, np.arange(2)) == [[[6.0, 12.0]]]
+    assert labelled(teacher, tmp_path, np.arange(2)) == [[[6.0, 12.0]]]
+    assert not teacher.samples
+    with pytest.raises(UsageError, match="were made of other inputs"):
+        labelled(teacher, tmp_path, np.ones(2, np.int64))
+
+
 def test_texts_are_ids_as_well(make: Make, tmp_path: Path):
     teacher = FakeTeacher("a:1", V1)
     names = ["n01440764/1.jpg", "n01440764/2.jpg"]

@@ -172,7 +172,7 @@ def test_predictions_come_in_the_order_of_predicts_and_one_per_sample():
 @pytest.mark.parametrize("dtype", ["U3", "S3", "O", "M8[s]", "V4", "i4,f4"])
 def test_a_field_that_is_no_numbers_is_refused_by_name_where_a_teacher_takes_it(spec, dtype: str):
     field = np.zeros((2, 1, 2, 2), dtype)
-    with pytest.raises(BadRequest, match="t:1: field image is .*: yield it as such, or have None"):
+    with pytest.raises(BadRequest, match=r"t:1: field image is .*: yield it as such, or have None"):
         fed(mapping(spec), field)
     image = np.zeros((2, 1, 2, 2), np.float32)
     assert list(fed(mapping(sent=("name", "image")), field, image)) == ["image"]

@@ -6,6 +6,7 @@ server is asked, so that quiet jobs cost Kubernetes next to nothing.
 """
 
 import base64
+import contextlib
 import heapq
 import logging
 import secrets
@@ -33,6 +34,7 @@ Key = tuple[str, str]  # namespace, name
 MOVING_S = 0.5  # until the next look at a job whose pods come or go
 REFUSED_S = 5.0  # ... after Kubernetes refused to make one
 TROUBLE_S = (1.0, 15.0)  # after an error: doubled each time, up to that
+TOLD_ERRORS = 4  # so many, one after the other, are told in an event
 WORKERS = 8
 READ_S = 60.0  # a job is read again after that, whatever the watches say
 PROGRESS_S = 15.0  # between two writes of a status in which nothing but the step has changed
@@ -146,10 +148,12 @@ class Controller:
             wait_s = min(TROUBLE_S[0] * 2 ** min(known.errors, 10), TROUBLE_S[1])
             known.errors += 1
             logger.warning("%s/%s: tried again in %g s: %s", *key, wait_s, error)
-        except Exception:  # of one job; the others must not suffer
+            self._tell(known, str(error))
+        except Exception as error:  # of one job; the others must not suffer
             self._metrics.count("errors")
             known.errors += 1
             logger.exception("%s/%s: this pass has failed", *key)
+            self._tell(known, f"a defect of the controller, whose log says more: {error!r}")
         finally:
             self._metrics.took(time.monotonic() - began)
             with self._changed:
@@ -162,6 +166,13 @@ class Controller:
                     at = time.monotonic() + (wait_s or 0.0)
                     self._queue.put(key, at if due is None else min(at, due))
                 self._changed.notify()
+
+    def _tell(self, known: _Known, why: str) -> None:
+        """Say in an event that passes fail, as the status stays as it was then."""
+        if known.errors == TOLD_ERRORS and known.job:
+            with contextlib.suppress(*TROUBLES):
+                words = f"nothing is done for it now; tried again and again: {why}"
+                self._kube.say(known.job, "PassFails", words, warning=True)
 
     def _forget(self, key: Key) -> None:
         known = self._known.pop(key, None)

@@ -12,7 +12,10 @@ from typing import Any
 import kubernetes.config
 import pytest
 
+from job_server.api.errors import Unauthorized
+from k8s_controller import controller as controllers
 from k8s_controller.controller import Controller
+from k8s_controller.decisions import reconcile as steps
 from k8s_controller.handlers import Backoffs, is_own_change, watch
 from k8s_controller.kube_api import KubeApi, KubeError
 from k8s_controller.metrics import Metrics
@@ -115,6 +118,49 @@ def test_pods_that_are_refused_are_told_once_and_hold_up_nothing_else(
     assert conditions()["ServerReady"]["status"] == "False"
     events = [each["reason"] for each in store.all("Event", namespace)]
     assert events == ["PodsRefused"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        pytest.param(Unauthorized("a wrong token"), "again: a wrong token", id="refused"),
+        pytest.param(TypeError("of None"), "a defect of the controller", id="a defect"),
+    ],
+)
+def test_a_job_whose_passes_fail_again_and_again_has_one_event_that_says_so(
+    api_server: ApiServer,
+    namespace: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    words: str,
+):
+    passes = 0
+
+    def fail(*_args: object) -> None:
+        nonlocal passes
+        passes += 1
+        raise error
+
+    api_server.kubeconfig(tmp_path / "kubeconfig")
+    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(controllers, "TROUBLE_S", (0.01, 0.02))
+    monkeypatch.setattr(steps, "reconcile", fail)
+    store = api_server.store
+    define_training_jobs(api_server)
+    job = training_job()
+    del job["metadata"]["namespace"], job["metadata"]["uid"]
+    store.create(store.kind("TrainingJob"), namespace, job)
+    controller = Controller(KubeApi(), Metrics(), 0.2)
+    controller.start()
+    controller.look_at(namespace, "digits")
+    try:
+        wait_until(lambda: passes > 10, 20)
+    finally:
+        controller.stop()
+    (told,) = store.all("Event", namespace)
+    assert (told["reason"], told["type"]) == ("PassFails", "Warning")
+    assert words in told["message"]
 
 
 def test_a_job_that_is_made_while_its_name_is_found_to_be_gone_is_looked_at():

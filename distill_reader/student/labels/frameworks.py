@@ -44,6 +44,18 @@ class TensorFunctions(Protocol):
         """Return indices in the type that `take` takes."""
         ...
 
+    def is_eager(self, values: Any) -> bool:
+        """Return whether it is a tensor whose values can be looked at now: nothing is traced."""
+        ...
+
+    def is_any_below(self, values: Any, bound: float) -> bool:
+        """Return whether a value is below `bound`; False if that cannot be told."""
+        ...
+
+    def are_shares(self, values: Any, tolerance: float) -> bool:
+        """Return whether all rows are probabilities; False if that cannot be told."""
+        ...
+
     def take(self, values: Any, indices: Any) -> Any:
         """Return the values at these indices."""
         ...

@@ -15,6 +15,9 @@ Tensor = Any  # of PyTorch or of Paddle
 TopTensors = tuple[Tensor, Tensor]
 
 _NO_SHARE = 1e-30  # Paddle's exp(-inf) is not 0 everywhere
+_LEAST_SHARE = -0.01  # what is below it is no rounded probability
+_SUM_TOLERANCE = 2e-3  # of probabilities that came in half precision
+_looks = [None] * 8  # one less for each tensor of a teacher that was looked at
 
 
 def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors) -> Tensor:
@@ -29,12 +32,13 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
             rest of the sum of 1 is spread evenly over the other classes.
 
     Raises:
-        ValueError: shapes disagree.
+        ValueError: shapes disagree, or `soft_labels` are logits.
         TypeError: something is no tensor, as numpy's arrays are not.
     """
     f = functions_of(student_logits)
     _check_classes(student_logits)
     log_shares = f.log_softmax(f.precise(student_logits))
+    _check_no_logits(f, soft_labels)
     if isinstance(soft_labels, tuple | list):
         return _top_cross_entropy(f, log_shares, *_checked_top(f, student_logits, soft_labels))
     _check_same_shape(student_logits, "soft_labels", soft_labels)
@@ -56,7 +60,7 @@ def kl_divergence(
         temperature: > 0; above 1 the small shares count more.
 
     Raises:
-        ValueError: shapes disagree, or `temperature` <= 0.
+        ValueError: shapes disagree, `temperature` <= 0, or `teacher_logits` are probabilities.
         TypeError: something is no tensor, as numpy's arrays are not.
     """
     _check_temperature(temperature)
@@ -68,6 +72,7 @@ def kl_divergence(
         log_shares = f.take(log_shares, indices)
     else:
         _check_same_shape(student_logits, "teacher_logits", teacher_logits)
+        _check_no_shares(f, teacher_logits)
     wanted = f.log_softmax(f.fixed(teacher_logits, log_shares) / temperature)
     return _expected(f, wanted.exp(), wanted - log_shares).mean() * temperature**2
 
@@ -96,7 +101,8 @@ def distillation_loss(
         Scalar mean over the batch, on the device of `student_logits`.
 
     Raises:
-        ValueError: shapes disagree, `temperature` <= 0, or `alpha` is not in [0, 1].
+        ValueError: shapes disagree, `temperature` <= 0, `alpha` is not in [0, 1], or `soft_labels`
+            are logits.
         TypeError: something is no tensor, as numpy's arrays are not.
     """
     _check_temperature(temperature)
@@ -179,6 +185,36 @@ def _check_soft_labels(
         _checked_top(f, student_logits, soft_labels)
     else:
         _check_same_shape(student_logits, "soft_labels", soft_labels)
+
+
+def _check_no_logits(f: TensorFunctions, soft_labels: Tensor | TopTensors) -> None:
+    """Refuse a teacher's logits as its probabilities."""
+    values = soft_labels[0] if isinstance(soft_labels, tuple | list) else soft_labels
+    if _is_looked_at(f, values) and f.is_any_below(values, _LEAST_SHARE):
+        raise ValueError(
+            "soft_labels: expected probabilities, got values below 0: of a teacher that serves "
+            "logits take kl_divergence, or softmax(logits / temperature) as soft_labels"
+        )
+
+
+def _check_no_shares(f: TensorFunctions, teacher_logits: Tensor) -> None:
+    """Refuse a teacher's probabilities as its logits, whose softmax is nearly even."""
+    if _is_looked_at(f, teacher_logits) and f.are_shares(teacher_logits, _SUM_TOLERANCE):
+        raise ValueError(
+            "teacher_logits: expected logits, got probabilities (each row sums to 1): of a teacher "
+            "that serves these take soft_cross_entropy, or distillation_loss"
+        )
+
+
+def _is_looked_at(f: TensorFunctions, values: Tensor) -> bool:
+    """Return whether to look at what a teacher serves, which nothing else would show.
+
+    It is in the first calls alone, for on a GPU that waits for the device.
+    """
+    if not f.is_eager(values) or not _looks:
+        return False
+    _looks.pop()
+    return True
 
 
 def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:

@@ -33,6 +33,19 @@ def places(indices: Tensor) -> Tensor:
     return indices.detach().astype(paddle.int64)
 
 
+def is_eager(values: Tensor) -> bool:
+    return paddle.in_dynamic_mode() and isinstance(values, Tensor)
+
+
+def is_any_below(values: Tensor, bound: float) -> bool:
+    return bool((values < bound).any())
+
+
+def are_shares(values: Tensor, tolerance: float) -> bool:
+    sums = values.sum(axis=-1, dtype="float32")
+    return bool(paddle.logical_and((values >= 0).all(), ((sums - 1).abs() <= tolerance).all()))
+
+
 def take(values: Tensor, indices: Tensor) -> Tensor:
     return paddle.take_along_axis(values, indices, -1)
 

@@ -30,6 +30,27 @@ def places(indices: Tensor) -> Tensor:
     return indices.detach().long()
 
 
+def is_eager(values: Tensor) -> bool:
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not is_traced and isinstance(values, Tensor) and not values.is_meta
+
+
+def is_any_below(values: Tensor, bound: float) -> bool:
+    return _is_true((values < bound).any())
+
+
+def are_shares(values: Tensor, tolerance: float) -> bool:
+    sums = values.sum(-1, dtype=torch.float32)
+    return _is_true((values >= 0).all() & ((sums - 1).abs() <= tolerance).all())
+
+
+def _is_true(value: Tensor) -> bool:
+    try:
+        return bool(value)
+    except RuntimeError:  # within torch.func.vmap
+        return False
+
+
 def take(values: Tensor, indices: Tensor) -> Tensor:
     # Not `take_along_dim`, to which a class beyond the last one is another one, counted modulo.
     return torch.gather(values, -1, indices)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from distill_reader import distillation_loss, kl_divergence, soft_cross_entropy
+from distill_reader.student.labels import losses
 
 RANDOM = np.random.default_rng(7)
 LOGITS = RANDOM.normal(size=(5, 4)) * 3
@@ -319,6 +320,32 @@ def test_nothing_flows_back_to_the_teacher(side: Any):
 def test_what_does_not_fit_is_refused_by_name(side: Any, call: Callable[..., Any], words: str):
     with pytest.raises(ValueError, match=words):
         call(side.tensor(LOGITS), side.tensor(TEACHER_LOGITS), side.tensor(LABELS))
+
+
+@pytest.mark.parametrize("is_top", [False, True])
+def test_logits_are_no_soft_labels_which_the_first_calls_see(side: Any, is_top: bool, monkeypatch):
+    monkeypatch.setattr(losses, "_looks", [None] * 3)
+    logits, labels = side.tensor(LOGITS), side.tensor(LABELS)
+    places = side.tensor(np.argsort(-TEACHER_LOGITS))
+
+    def loss(values: np.ndarray) -> Any:
+        found = side.tensor(values)
+        return distillation_loss(logits, (found, places) if is_top else found, labels)
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"got values below 0: .* take kl_divergence, or soft"):
+            loss(-np.abs(TEACHER_LOGITS))
+    loss(np.full_like(TEACHER_LOGITS, -1e-9))  # rounding
+    loss(-np.abs(TEACHER_LOGITS))  # is not looked at
+
+
+def test_probabilities_are_no_logits(side: Any, monkeypatch):
+    monkeypatch.setattr(losses, "_looks", [None] * 3)
+    logits, shares = side.tensor(LOGITS), soft()
+    for one in (shares, shares.astype(np.float16).astype(np.float32)):
+        with pytest.raises(ValueError, match=r"got probabilities .* take soft_cross_entropy, or"):
+            kl_divergence(logits, side.tensor(one.astype(LOGITS.dtype)))
+    kl_divergence(logits, side.tensor(np.concatenate([shares[:-1], shares[-1:] * 2])))
 
 
 @pytest.mark.parametrize(

@@ -279,12 +279,20 @@ def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) 
     Raises:
         BadRequest: an output is missing, has another type, or not one row per sample.
     """
+    if not isinstance(outputs, Mapping):
+        raise BadRequest(
+            f"the backend returned a {type(outputs).__name__}, not a dict of arrays by output"
+        )
     return [_check_output(tensor, outputs.get(tensor.name), samples) for tensor in spec.outputs]
 
 
 def _check_output(tensor: TensorSpec, array: Array | None, samples: int) -> Array:
     if array is None:
         raise BadRequest(f"output {tensor.name}: the model did not return it")
+    if not isinstance(array, np.ndarray):
+        raise BadRequest(
+            f"output {tensor.name}: expected an array of numpy, got a {type(array).__name__}"
+        )
     if array.dtype != np.dtype(tensor.dtype):
         raise BadRequest(f"output {tensor.name}: expected {tensor.dtype}, got {array.dtype}")
     if array.ndim == 0 or len(array) != samples:

@@ -331,6 +331,8 @@ def test_full_memory_is_said_at_once(service):
         (-4, "output sum: expected float32, got float64"),
         (-5, r"output sum: has shape \[0, 1\] for 1 samples"),
         (-6, "output mean: the model did not return it"),
+        (-8, "output mean: expected an array of numpy, got a list"),
+        (-9, "the backend returned a NoneType, not a dict of arrays by output"),
     ],
 )
 def test_what_the_model_refuses_fails_alone(service, mood, text):

@@ -12,6 +12,8 @@ from pod_runtime.trainer.errors import UsageError
 
 _IN_ORDER = ("SequenceSampler", "SequentialSampler")  # Paddle's and PyTorch's
 _HOLD_OTHERS = ("ConcatDataset", "ComposeDataset", "StackDataset")
+_ROWS = 256  # of a column of values in memory, that are looked at
+_WEIGHTS = np.random.RandomState(0).uniform(0.5, 1.5, 1024)  # of the numbers in a row
 _WORKER_OPTIONS = {  # of each framework's loader, besides num_workers
     "paddle": ("use_shared_memory", "timeout", "worker_init_fn", "prefetch_factor"),
     "torch": (
@@ -36,6 +38,7 @@ class DataSource:
     num_workers: int
     worker_options: Mapping[str, Any]
     subset: int | None = None  # checksum of the indices of Subset objects; None: there are none
+    values: int | None = None  # checksum of the order of values in memory; None: there are none
     keeps_workers: bool = False  # from epoch to epoch, with their copies of the dataset
     sampling: Sampling | None = None  # decides which samples come; None: each once, by `shuffle`
 
@@ -117,6 +120,7 @@ def make_source(
         worker_options=taken.get("worker_options", {}),
         keeps_workers=taken.get("keeps_workers", False),
         subset=subset_digest(dataset),
+        values=None if length is None or is_stream else values_digest(dataset),
         sampling=sampling,
     )
 
@@ -145,6 +149,86 @@ def subset_digest(dataset: Any) -> int | None:
     if all(part is None for part in parts):
         return None
     return zlib.crc32(repr(parts).encode())
+
+
+def values_digest(dataset: Any) -> int | None:
+    """Return a checksum of the order of values that a dataset has in memory; None: there are none.
+
+    A split or a shuffle without a seed has other samples in every process, or others at an index.
+    Looked at are some arrays, and numbers of lists, as long as the dataset: its own, or those of
+    an object of the script's. The order counts, so that rounding does not.
+    """
+    kind = _frameworks_own(dataset)
+    if kind == "Subset":
+        return values_digest(dataset.dataset)
+    if kind in _HOLD_OTHERS:
+        held = dataset.datasets
+        parts = [
+            values_digest(each) for each in (held.values() if isinstance(held, dict) else held)
+        ]
+    else:
+        columns = [*vars(dataset).values()] if hasattr(dataset, "__dict__") else [dataset]
+        columns += getattr(dataset, "tensors", ()) if kind == "TensorDataset" else ()
+        parts = [_order_digest(each, len(dataset)) for each in columns]
+    if all(part is None for part in parts):
+        return None
+    return zlib.crc32(repr(parts).encode())
+
+
+def _order_digest(column: Any, length: int) -> int | None:
+    """Return a checksum of the order of some rows; None: it is no column of as many numbers."""
+    is_array = _is_array(column) or _framework_of(type(column)) == "pandas"
+    if not (is_array or isinstance(column, list | tuple)) or length < 2:
+        return None
+    try:
+        if len(column) != length:
+            return None
+        some = column[:: -(-length // _ROWS)]
+        if not is_array and any(each is None for each in some):
+            return None  # what is read is kept there
+        values = np.array([_projection(each) for each in (_as_array(some) if is_array else some)])
+    except Exception:  # noqa: BLE001  of a type of the script's, a device, or without a length
+        return None
+    if not (largest := np.abs(values).max()):
+        return None
+    order = np.argsort(np.round(values / largest, 9), kind="stable")
+    return zlib.crc32(order.astype("<i8").tobytes())
+
+
+def _is_array(thing: Any) -> bool:
+    """Whether it is an array of numpy or a tensor, and none that is read from a file."""
+    kind = type(thing)
+    return (isinstance(thing, np.ndarray) and not isinstance(thing, np.memmap)) or (
+        kind.__name__ in ("Tensor", "Parameter") and _is_frameworks(kind)
+    )
+
+
+def _as_array(values: Any) -> Any:
+    """Return an array of numpy, of a tensor or a table."""
+    values = values.detach() if hasattr(values, "detach") else values
+    for method in ("to_numpy", "numpy"):
+        if hasattr(values, method):
+            return getattr(values, method)()
+    return np.asarray(values)
+
+
+def _projection(row: Any) -> float:
+    """Return one number of the numbers in a row, which rows that differ do not share."""
+    if isinstance(row, dict):
+        row = list(row.values())
+    if isinstance(row, list | tuple):
+        pairs = zip(_WEIGHTS.tolist(), row, strict=False)
+        total: float = sum(weight * _projection(each) for weight, each in pairs)
+        return total
+    if not (_is_array(row) or isinstance(row, bool | int | float | np.generic)):
+        return 0.0
+    found = _as_array(row)
+    if found.dtype == object:  # of a table
+        return _projection(found.tolist()) if found.ndim else 0.0
+    if found.dtype.kind not in "biuf":
+        return 0.0
+    flat = np.nan_to_num(found.ravel()[: len(_WEIGHTS)].astype(np.float64), posinf=0.0, neginf=0.0)
+    return float((flat * _WEIGHTS[: len(flat)]).sum())
 
 
 def _frameworks_own(thing: Any) -> str:

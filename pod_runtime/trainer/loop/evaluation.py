@@ -137,14 +137,15 @@ def _check_same_data(
             are gone.
     """
     drawn = 0 if order is None else int(order.record.digest[:10], 16)  # sums of it are exact
-    mine = np.array([source.length or 0, source.batch_size, source.subset or 0, drawn], np.float64)
+    of_data = [source.length, source.batch_size, source.subset, source.values]
+    mine = np.array([*(each or 0 for each in of_data), drawn], np.float64)
     everyone = mine.copy()
     group.all_reduce(everyone)
     if (everyone != mine * world_size).any():
         raise UsageError(
             f"evaluate: the trainers have different data (here {source.length} samples in batches "
-            f"of {source.batch_size}); random_split draws others in every process, unless the "
-            f"framework's seed is set before it, and so may a sampler that draws by a generator "
+            f"of {source.batch_size}); random_split and its like draw others in every "
+            f"process, unless a seed is set before, and so may a sampler that draws by a generator "
             f"of its own"
         )
 

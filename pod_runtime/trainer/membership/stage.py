@@ -441,6 +441,7 @@ class StageJoiner:
             **self._settings.terms(),
             "dataset_length": source.length,
             "subset": source.subset,
+            "train_set": f"samples with checksum {source.values}",
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
@@ -458,6 +459,7 @@ class StageJoiner:
             shuffle=source.shuffle,
             drop_last=source.drop_last,
             subset=source.subset,
+            values=source.values,
             sampler=None if source.sampling is None else source.sampling.name,
         )
 

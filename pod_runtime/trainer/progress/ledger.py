@@ -80,6 +80,7 @@ class RunInfo:
     shuffle: bool
     drop_last: bool
     subset: int | None = None  # checksum of which samples of a larger dataset; None: not known
+    values: int | None = None  # checksum of the order of values in memory; None: not known
     sampler: str | None = None  # that draws each epoch's order; None: by seed and `shuffle`
 
 

@@ -157,3 +157,11 @@ def check_same_run(
             f"random_split draws others in every process: call {seeding} before it, or start "
             f"afresh with another checkpoint path"
         )
+    values = stored.run.values, run.values
+    if None not in values and values[0] != values[1]:
+        raise StateError(
+            f"train_set: {where} was made with other samples than this script's dataset has in "
+            f"memory, or with another order of them; a split or a shuffle without a seed differs "
+            f"in every process: give it one (random_state=..., {seeding} before it), or start "
+            f"afresh with another checkpoint path"
+        )

@@ -340,6 +340,7 @@ def test_what_a_script_draws_in_an_epoch_outside_of_its_steps_is_the_same_after_
     [
         ({"batch_size": 5}, "batch_size: the state of step 8 was made with 6, this script says 5"),
         ({"seed": 4}, "seed: the state of step 8 was made with 3, this script says 4"),
+        ({"train_set": DATA[::-1]}, "train_set: .* other samples than .* dataset has in memory"),
         ({"train_set": DATA[:10]}, "dataset_length: .* made with 20, this script says 10"),
         ({"shuffle": False}, "shuffle: "),
         ({"shards": 2}, "shards: .* made with 1 per update, this script says 2; V is fixed for"),
@@ -812,7 +813,7 @@ def test_trainers_with_different_test_sets_are_told_before_they_wait_for_each_ot
     loop, _model = make()
 
     def with_a_peer(values: Any) -> None:
-        values += [19, 6, 0, 0]  # of whom 19 samples are known
+        values += [19, 6, 0, values[3], 0]  # of whom 19 samples are known
 
     monkeypatch.setattr(this_stage().framework.group, "all_reduce", with_a_peer)
     monkeypatch.setattr(type(loop), "world_size", 2)

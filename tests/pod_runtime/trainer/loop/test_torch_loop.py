@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -110,6 +111,47 @@ def test_subsets_are_known_by_their_samples():
     assert digest(ConcatDataset([DATA, halves(1)])) != digest(ConcatDataset([DATA, halves(2)]))
     assert digest(StackDataset(a=halves(1), b=halves(1))) != digest(StackDataset(halves(2)))
     assert digest(Subset(DATA, [1, 2])) is not None
+
+
+class Rows(Dataset):
+    """Of an array, and of a list with numbers and texts."""
+
+    def __init__(self, order: Any) -> None:
+        self.inputs = np.random.RandomState(3).randn(400, 5).astype("float32")[order]
+        self.inputs -= self.inputs.mean(1, keepdims=True)
+        self.names = [f"{at}.png" for at in order]
+        self.opened: list[Any] = [None] * len(order)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("read before the training")
+
+
+def test_samples_in_memory_are_known_by_their_order_and_not_by_their_rounding():
+    def digest(dataset: Any) -> int | None:
+        return source(DataLoader(dataset, batch_size=2)).values
+
+    forward, backward = np.arange(400), np.arange(400)[::-1]
+    assert digest(Rows(forward)) == digest(Rows(forward)) != digest(Rows(backward))
+    rounded = Rows(forward)
+    rounded.inputs *= np.float32(1) + np.float32(2e-7)
+    rounded.opened[3] = 7
+    rounded.names[3] = "/another/folder/3.png"
+    assert digest(rounded) == digest(Rows(forward))
+    inputs = torch.from_numpy(Rows(forward).inputs)
+    for make in (
+        lambda order: TensorDataset(inputs[order.tolist()]),
+        lambda order: Subset(TensorDataset(inputs[order.tolist()].bfloat16().float()), [1, 2]),
+        lambda order: [({"x": inputs[at], "name": "a"}, at % 3) for at in order],
+        lambda order: order % 7,
+        lambda order: ConcatDataset([DATA, TensorDataset(torch.tensor(order % 2 == 0))]),
+    ):
+        assert digest(make(forward)) == digest(make(forward.copy())) is not None
+        assert digest(make(forward)) != digest(make(backward.copy()))
+    assert digest([f"{at}.png" for at in forward]) is None
+    assert digest(TensorDataset(torch.zeros(4))) is None
 
 
 class Drawing(Dataset):

@@ -356,8 +356,10 @@ class _Pass:
         if self._lets_pods_save():
             return
         server, is_kept = self.seen.server, self._is_kept_by_pods()
+        begun = "its server has lost it; it goes on from its newest checkpoint"
+        idle = begun if self.status.stage else "it has not begun"
         if self.seen.server_pod is None and not self._known_to_run() and not is_kept:
-            self._is_suspended("it has not begun")
+            self._is_suspended(idle, anew=False)
             self._remove_idle()
             return
         self._keep_server()
@@ -365,7 +367,7 @@ class _Pass:
             return  # nobody knows what the training does
         if server.job is None:
             if not is_kept:
-                self._is_suspended("it has not begun")
+                self._is_suspended(idle, anew=False)
                 self._remove_idle()
         elif server.job.state is JobState.PAUSED:
             saved = server.job.saved
@@ -400,10 +402,13 @@ class _Pass:
     def _known_to_run(self) -> bool:
         return self.status.job_state not in ("", JobState.PAUSED.value)
 
-    def _is_suspended(self, words: str) -> None:
+    def _is_suspended(self, words: str, *, anew: bool = True) -> None:
+        """Enter that it is; with `anew` also other words than it has."""
         if not self.status.holds(states.SUSPENDED):
             self._set(suspended_at=self.now)
             self._say("Suspended", words)
+        elif not anew:
+            return
         self._condition(states.SUSPENDED, True, "Suspended", words)
 
     def _remove_idle(self) -> None:

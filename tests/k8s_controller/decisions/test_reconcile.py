@@ -310,6 +310,9 @@ def test_a_suspended_job_is_paused_durably_before_its_pods_go():
     )
     assert outcome.status.phase is Phase.SUSPENDED
     assert "step 70" in outcome.status.conditions[states.SUSPENDED].message
+    lost = look(spec, Observed(prepared=True), outcome.status, NOW + 4)
+    assert lost.steps == ()
+    assert "step 70" in lost.status.conditions[states.SUSPENDED].message
 
 
 @pytest.mark.parametrize("path", ["/state/pod_log/run", "/state"])
@@ -366,6 +369,7 @@ def test_pods_write_the_newest_state_before_a_server_is_made_that_has_lost_its_d
     if suspend:
         assert gone.steps == ()
         assert gone.status.holds(states.SUSPENDED)
+        assert "goes on from its newest" in gone.status.conditions[states.SUSPENDED].message
     else:
         assert gone.steps == (MakeServer(), MakeTrainer(0), MakeTrainer(1))
         assert gone.status.phase is Phase.PENDING
@@ -400,6 +404,7 @@ def test_a_job_that_is_no_longer_suspended_goes_on_when_its_pods_are_there():
 def test_a_job_that_is_created_suspended_makes_nothing():
     outcome = look(parsed(replicas=2, suspend=True), Observed(), TrainingJobStatus())
     assert outcome.steps == ()
+    assert outcome.status.conditions[states.SUSPENDED].message == "it has not begun"
     assert outcome.status.phase is Phase.SUSPENDED
     assert outcome.status.started_at is None
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from pod_runtime.trainer.data.step import WEIGHTS
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.promises import check_promise
@@ -31,6 +33,9 @@ class LoopSettings:
     accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), np.integer):
+                object.__setattr__(self, each.name, int(value))
         for name, low in (
             ("epochs", 1),
             ("seed", 0),
@@ -82,3 +87,5 @@ class LoopSettings:
 def _check_whole(name: str, value: object, low: int, more: str = "") -> None:
     if type(value) is not int or value < low:
         raise UsageError(f"{name}: expected {more}a whole number of at least {low}, got {value!r}")
+    if value >= 2**63:
+        raise UsageError(f"{name}: expected a number below 2**63, got {value!r}")

@@ -1075,12 +1075,20 @@ def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_pa
     train(loop, model)
 
 
+def test_whole_numbers_of_numpy_are_taken_as_pythons(tmp_path):
+    given = {"epochs": np.int64(1), "seed": np.uint8(3), "shards": np.int32(2)}
+    loop, model = make(batch_size=np.int64(6), checkpoint=str(tmp_path), **given)
+    assert len(train(loop, model)) == 4
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
         ({"epochs": 0}, "epochs: expected a whole number of at least 1, got 0"),
         ({"epochs": 2.5}, "epochs: expected a whole number of at least 1, got 2.5"),
         ({"seed": -1}, "seed: "),
+        ({"seed": 2**63}, "seed: expected a number below 2**63, got 9223372036854775808"),
+        ({"epochs": np.int64(0)}, "epochs: expected a whole number of at least 1, got 0"),
         ({"save_steps": 0}, "save_steps: "),
         ({"keep_checkpoints": 0}, "keep_checkpoints: "),
         ({"shards": 0}, "shards: "),

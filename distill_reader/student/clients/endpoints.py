@@ -60,6 +60,9 @@ def parse_endpoint(
         )
     if protocol is not None and protocol not in PROTOCOLS:
         raise UsageError(f"protocol: expected one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+    address = rest.partition("/")[0]
+    if address.count(":") > 1 and "[" not in address and "@" not in address:
+        raise UsageError(f"endpoint {endpoint}: write an IPv6 address in brackets, as [::1]:9292")
     try:
         parts = urlsplit(f"//{rest}")
         host, port = parts.hostname, parts.port

@@ -67,6 +67,8 @@ def test_an_endpoint_is_understood(text, expected):
         ("host:port", "Port could not be cast"),
         ("host:70000", "Port out of range"),
         ("u:p@host:1", "expected HOST:PORT"),
+        ("::1:9292", "in brackets"),
+        ("grpc://fe80::1:9292/m", "in brackets"),
         ("host:1?x", "expected HOST:PORT"),
         ("ftp://host:1", "unknown protocol 'ftp'; possible are fast://, grpc://"),
         ("grpc://host:1/path/model", "a path before the model .path. is for http:// and https://"),

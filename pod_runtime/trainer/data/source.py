@@ -74,6 +74,19 @@ def make_source(
     Raises:
         UsageError: something is missing, or a loader does what cannot be taken over.
     """
+    for argument, switch in (("shuffle", shuffle), ("drop_last", drop_last)):
+        if switch not in (None, True, False):
+            raise UsageError(f"{argument}: expected True or False, got {switch!r}")
+    workers: Any = num_workers or 0
+    if not isinstance(workers, int | np.integer) or workers < 0:
+        raise UsageError(f"num_workers: expected a whole number, 0 or more, got {num_workers!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise UsageError(f"collate_fn: expected a function, got {collate_fn!r}")
+    if isinstance(train_set, list | tuple) and any(map(_is_loader, train_set)):
+        raise UsageError(
+            f"{name}: expected one DataLoader, got several: make one of a dataset that yields what "
+            f"a step needs of each, or pass reader="
+        )
     taken: dict[str, Any] = {}
     dataset = train_set
     may_be_stream = name == "train_set" and not has_reader

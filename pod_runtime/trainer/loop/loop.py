@@ -166,6 +166,13 @@ class Loop:
             UsageError: an argument is wrong; the text says what would be right.
             StateError, CheckpointError: the state that is there cannot be continued.
         """
+        for argument, value, is_right, expected in (
+            ("reader", reader, callable(reader), "a function that returns an iterator"),
+            ("scaler", scaler, hasattr(scaler, "scale"), "the framework's GradScaler"),
+            ("checkpoint", checkpoint, isinstance(checkpoint, str | os.PathLike), "a path"),
+        ):
+            if value is not None and not is_right:
+                raise UsageError(f"{argument}: expected {expected}, got {value!r}")
         settings = LoopSettings(
             epochs=epochs,
             seed=seed,

@@ -1103,6 +1103,9 @@ def test_whole_numbers_of_numpy_are_taken_as_pythons(tmp_path):
         ({"policy": "cubic"}, "policy: expected fixed_global, linear or a callable"),
         ({"snapshot_steps": "often"}, "snapshot_steps: expected auto, or a whole number"),
         ({"checkpoint": ""}, "checkpoint: is empty"),
+        ({"checkpoint": 5}, "checkpoint: expected a path, got 5"),
+        ({"reader": 5}, "reader: expected a function that returns an iterator, got 5"),
+        ({"scaler": 3}, "scaler: expected the framework's GradScaler, got 3"),
         (
             {"train_set": None, "reader": iter, "batch_size": 2},
             "steps_per_epoch: a reader without a dataset needs it",

@@ -1,6 +1,7 @@
 """Evaluate on all ranks: each takes every world-size-th batch, and the sums are added up."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,8 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
         try:
             sums[name] += to_float(value)
         except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and math.prod(getattr(value, "shape", ())) == 1:
+                raise  # of the device, whose errors come when a value is wanted
             raise UsageError(
                 f"evaluate: {name}: fn must return a number or a tensor of one element by each "
                 f"name, it returned {type(value).__name__}: {error}"

@@ -718,6 +718,15 @@ def test_evaluation_sums_over_all_samples_without_gradients():
         with pytest.raises(elastic.UsageError, match=f"evaluate: a: fn .* it returned {kind}"):
             loop.evaluate(DATA, lambda batch, value=value: {"a": value}, batch_size=7)
 
+    class OfDevice:
+        shape = ()
+
+        def item(self) -> float:
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match=r"^the device is lost$"):
+        loop.evaluate(DATA, lambda batch: {"a": OfDevice()}, batch_size=7)
+
 
 class Cropped(paddle.io.Dataset):
     """A test set that draws, as one with random crops does."""

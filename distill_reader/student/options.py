@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from distill_reader.balance.addresses import check_name, registry_addresses
@@ -19,11 +20,11 @@ _KINDS = ("probabilities", "logits")
 _RESTS = ("uniform", "renormalize")
 
 
-def to_bytes(name: str, mebibytes: int) -> int:
+def to_bytes(name: str, mebibytes: object) -> int:
     """Return how many bytes that many MiB are. Raises: UsageError."""
-    if type(mebibytes) is not int or mebibytes < 1:
+    if isinstance(mebibytes, bool) or not isinstance(mebibytes, Integral) or int(mebibytes) < 1:
         raise UsageError(f"{name}: expected an integer of 1 or more, got {mebibytes!r}")
-    return mebibytes << 20
+    return int(mebibytes) << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from distill_reader.balance.addresses import check_name, registry_addresses
 from distill_reader.errors import UsageError
 from distill_reader.student.clients.access import TeacherAccess
@@ -71,9 +73,13 @@ class ReaderSettings:
             number = isinstance(timeout_s, Real)
             if timeout_s is not None and not (number and 0 < timeout_s < float("inf")):
                 raise UsageError(f"{name}: expected seconds > 0, or None {none}, got {timeout_s!r}")
-        for name, value in (("hedging", self.hedging), ("mixed_versions", self.mixed_versions)):
-            if type(value) is not bool:
-                raise UsageError(f"{name}: expected True or False, got {value!r}")
+        switches: dict[str, object] = {
+            "hedging": self.hedging,
+            "mixed_versions": self.mixed_versions,
+        }
+        for name, switch in switches.items():
+            if not isinstance(switch, bool | np.bool_ | int) or switch not in (0, 1):
+                raise UsageError(f"{name}: expected True or False, got {switch!r}")
         if self.no_teacher_policy not in ("raise", "skip"):
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
         if self.discovery_servers:

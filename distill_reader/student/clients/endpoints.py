@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from distill_reader.balance.addresses import registry_addresses
@@ -99,8 +100,9 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
     Raises:
         UsageError: none is given, or one is empty or given twice.
     """
-    given: object = teachers.split(",") if isinstance(teachers, str) else teachers
-    if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+    several: object = teachers.split(",") if isinstance(teachers, str) else teachers
+    given: list[Any] = list(several) if isinstance(several, Iterable) else [several]
+    if not all(isinstance(each, str) for each in given):
         raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
     endpoints = tuple(endpoint.strip() for endpoint in given)
     if not endpoints or not all(endpoints):

@@ -211,7 +211,7 @@ def _is_looked_at(f: TensorFunctions, values: Tensor) -> bool:
 
     It is in the first calls alone, for on a GPU that waits for the device.
     """
-    if not f.is_eager(values) or not _looks:
+    if not f.is_eager(values) or not _looks or 0 in values.shape:
         return False
     _looks.pop()
     return True

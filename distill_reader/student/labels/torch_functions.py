@@ -31,8 +31,10 @@ def places(indices: Tensor) -> Tensor:
 
 
 def is_eager(values: Tensor) -> bool:
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return not is_traced and isinstance(values, Tensor) and not values.is_meta
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not isinstance(values, Tensor):
+        return False
+    is_captured = values.is_cuda and torch.cuda.is_current_stream_capturing()  # of a CUDA graph
+    return not (values.is_meta or is_captured)
 
 
 def is_any_below(values: Tensor, bound: float) -> bool:

@@ -1,10 +1,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distill_reader.errors import UsageError
 from distill_reader.student.clients.endpoints import endpoints_of
+from distill_reader.student.options import to_bytes
 from distill_reader.student.settings import ReaderSettings, with_environment
 
 SETTINGS = ReaderSettings(ins=("image", None), predicts=("score",))
@@ -44,12 +46,19 @@ def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], words: str)
 @pytest.mark.parametrize("given", ["a:1,b:2", " a:1 , b:2", ["a:1", "b:2"], ("a:1", "b:2")])
 def test_endpoints_come_as_a_list_or_a_text_with_commas(given: Any):
     assert endpoints_of(given) == ("a:1", "b:2")
+    assert endpoints_of(iter(endpoints_of(given))) == ("a:1", "b:2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["", "a:1,,b:2", [], ["a:1", ""], ["a:1", 2], "a:1,a:1", 7])
 def test_endpoints_that_cannot_be_meant_are_refused(given: Any):
     with pytest.raises(UsageError, match="teachers: "):
         endpoints_of(given)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert to_bytes("max_memory", np.int64(3)) == 3 << 20
+    for value in (0, 1, np.bool_(True)):
+        ReaderSettings(ins=("image",), predicts=("score",), hedging=value)  # type: ignore[arg-type]
 
 
 def test_an_empty_environment_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -348,6 +348,25 @@ def test_probabilities_are_no_logits(side: Any, monkeypatch):
     kl_divergence(logits, side.tensor(np.concatenate([shares[:-1], shares[-1:] * 2])))
 
 
+def test_no_samples_are_neither_logits_nor_probabilities(side: Any):
+    nothing = side.tensor(LOGITS[:0])
+    assert np.isnan(float(kl_divergence(nothing, nothing)))
+
+
+def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    from distill_reader.student.labels import torch_functions
+
+    class OnGpu(torch.Tensor):  # type: ignore[name-defined]
+        is_cuda = True
+
+    values = torch.ones(2, 2).as_subclass(OnGpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert torch_functions.is_eager(values)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not torch_functions.is_eager(values)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

@@ -1,5 +1,7 @@
 """Describe where the training's samples come from: a dataset, a loader, or a stream."""
 
+import contextlib
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ _IN_ORDER = ("SequenceSampler", "SequentialSampler")  # Paddle's and PyTorch's
 _HOLD_OTHERS = ("ConcatDataset", "ComposeDataset", "StackDataset")
 _ROWS = 256  # of a column of values in memory, that are looked at
 _WEIGHTS = np.random.RandomState(0).uniform(0.5, 1.5, 1024)  # of the numbers in a row
+_known: dict[int, tuple[weakref.ref[Any], int | None]] = {}  # digests of datasets, by their id
 _WORKER_OPTIONS = {  # of each framework's loader, besides num_workers
     "paddle": ("use_shared_memory", "timeout", "worker_init_fn", "prefetch_factor"),
     "torch": (
@@ -170,7 +173,20 @@ def values_digest(dataset: Any) -> int | None:
     A split or a shuffle without a seed has other samples in every process, or others at an index.
     Looked at are some arrays, and numbers of lists, as long as the dataset: its own, or those of
     an object of the script's. The order counts, so that rounding does not.
+
+    It is that of the first look: what a dataset keeps of samples that were read, as a cache does,
+    differs from trainer to trainer.
     """
+    key = id(dataset)
+    if key in _known and _known[key][0]() is dataset:
+        return _known[key][1]
+    found = _values_digest(dataset)
+    with contextlib.suppress(TypeError):  # to a list there is no such reference
+        _known[key] = weakref.ref(dataset, lambda _gone: _known.pop(key, None)), found
+    return found
+
+
+def _values_digest(dataset: Any) -> int | None:
     kind = _frameworks_own(dataset)
     if kind == "Subset":
         return values_digest(dataset.dataset)

@@ -11,14 +11,18 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.unowned import WHOLE_STEPS, check_noted
 
 _EVERY = 16  # of the parameters one is looked at, in later steps
+_NODES = 32  # of a loss's graph, that are looked at
 
 
 class LossScaling:
-    """Scales losses by the loop's scaler, and sees whether the script has done so before."""
+    """Scales losses by the loop's scaler, and sees whether the script has done so before.
+
+    A script may scale other things, as the loss whose gradient is a penalty.
+    """
 
     def __init__(self, scaler: Any) -> None:
         self._scale = getattr(type(scaler), "scale").__get__(scaler)  # noqa: B009
-        self._is_done = False  # by the script
+        self._nodes: list[Any] = []  # of graphs: what the script has scaled since the last backward
 
     @classmethod
     def of(cls, scaler: Any | None) -> "LossScaling | None":
@@ -27,14 +31,17 @@ class LossScaling:
             return None
         found = vars(scaler).get("scale")
         made = found if isinstance(found, cls) else cls(scaler)
-        made._is_done = False
+        made._nodes.clear()
         scaler.scale = made
         return made
 
     def __call__(self, loss: Any) -> Any:
         """The script scales a loss."""
         scaled = self._scale(loss)
-        self._is_done |= scaled is not loss  # else it is switched off
+        if scaled is not loss:  # else it is switched off
+            several = scaled if isinstance(scaled, list | tuple) else [scaled]
+            nodes = [getattr(each, "grad_fn", None) for each in several]
+            self._nodes += [node for node in nodes if node is not None]
         return scaled
 
     def scaled(self, loss: Any) -> Any:
@@ -43,13 +50,27 @@ class LossScaling:
         Raises:
             UsageError: it was scaled before.
         """
-        if self._is_done:
-            raise UsageError(
-                "step.backward(loss): it scales the loss by the scaler that Loop has, and the "
-                "script has called scaler.scale before; pass the loss as it is, and leave out "
-                "scaler.scale, unscale_, step and update"
-            )
+        if self._nodes:
+            is_done = self._comes_of_scaled(loss)
+            self._nodes.clear()  # they keep their graphs
+            if is_done:
+                raise UsageError(
+                    "step.backward(loss): it scales the loss by the scaler that Loop has, and the "
+                    "script has called scaler.scale before; pass the loss as it is, and leave out "
+                    "scaler.scale, unscale_, step and update"
+                )
         return self._scale(loss)
+
+    def _comes_of_scaled(self, loss: Any) -> bool:
+        """Whether it is what the script has scaled, or is computed of that in a few operations."""
+        found, at = [loss.grad_fn], 0
+        while at < len(found) and at < _NODES:
+            node, at = found[at], at + 1
+            if any(node is each for each in self._nodes):
+                return True
+            for each in getattr(node, "next_functions", ()):
+                found.append(each[0] if isinstance(each, tuple) else each)
+        return False
 
 
 class GradientMarks:

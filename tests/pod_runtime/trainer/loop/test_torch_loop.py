@@ -154,6 +154,16 @@ def test_samples_in_memory_are_known_by_their_order_and_not_by_their_rounding():
     assert digest(TensorDataset(torch.zeros(4))) is None
 
 
+def test_samples_that_a_dataset_keeps_as_they_are_read_are_no_others():
+    def digest(dataset: Any) -> int | None:
+        return source(DataLoader(dataset, batch_size=2)).values
+
+    dataset = Rows(np.arange(400))
+    found = digest(dataset)
+    dataset.opened = [*range(400)]  # a cache: in each trainer of its own samples
+    assert digest(dataset) == found == digest(Subset(dataset, [1, 2]))
+
+
 class Drawing(Dataset):
     """Draws from PyTorch's generator, as random augmentation does."""
 
@@ -397,6 +407,42 @@ def test_a_loss_that_the_script_scales_itself_is_refused(is_passed, is_enabled):
     text = "the script has called scaler.scale before" if is_passed else "pass it: Loop.scaler="
     with pytest.raises(UsageError, match=text):
         train()
+
+
+def test_a_penalty_on_the_gradient_of_a_scaled_loss_is_no_scaled_loss():
+    def train(scaler: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for epoch in elastic.Loop(
+            model, optimizer, DATA, batch_size=4, epochs=1, scaler=scaler
+        ).epochs():
+            for step in epoch:
+                for inputs, _index in step:
+                    loss = (model(inputs) ** 2).mean()
+                    scale = 1.0 if scaler is None else scaler.get_scale()
+                    found = torch.autograd.grad(
+                        loss if scaler is None else scaler.scale(loss),
+                        [*model.parameters()],
+                        create_graph=True,
+                    )
+                    norm = sum(((each / scale) ** 2).sum() for each in found)
+                    step.backward(loss + 0.1 * norm**0.5)
+                step.update()
+        return [each.item() for each in model.parameters()]
+
+    assert train(torch.amp.GradScaler("cpu", init_scale=4.0)) == train(None)
+
+
+def test_a_part_of_a_loss_that_the_script_scales_itself_is_refused():
+    model, scaler = torch.nn.Linear(1, 1), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    loop = elastic.Loop(model, optimizer, DATA, batch_size=4, epochs=1, scaler=scaler)
+    step = next(iter(next(iter(loop.epochs()))))
+    for inputs, _index in step:
+        with pytest.raises(UsageError, match=r"the script has called scaler\.scale before"):
+            step.backward((scaler.scale(model(inputs).sum()) + 1.0) / 4)
+        break
 
 
 def test_a_norm_that_is_not_above_zero_is_refused():

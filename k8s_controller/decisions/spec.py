@@ -24,6 +24,9 @@ GPU = "nvidia.com/gpu"
 MAX_NAME = 50  # `-server` and an index follow it in names of 63 characters
 MAX_PODS = 500  # each is a node of the job's server, which hears no more often enough
 _OURS = ("restartPolicy", "hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
+_OF_TEXTS = frozenset(  # fields with keys of the user's own
+    ("labels", "annotations", "nodeSelector", "matchLabels", "volumeAttributes", "options")
+)
 _OUR_ENV = ("POD_NAME", "POD_IP", "POD_UID")
 _OUR_PREFIXES = ("EDL_", "PADDLE_JOB", "PADDLE_POD")
 
@@ -202,13 +205,16 @@ def _template(template: Object | None) -> Object:
     return template
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, name: str = "") -> Any:
     """Return a value without the fields behind which nothing stands: to Kubernetes they are none.
 
-    `env:` alone is such a one. The API server keeps it, as it cannot look into a template.
+    `env:` alone is such a one. The API server keeps it, as it cannot look into a template. Where
+    keys are the user's own, as in `nodeSelector`, nothing is an empty text to it.
     """
+    if isinstance(value, Mapping) and name in _OF_TEXTS:
+        return {key: "" if each is None else each for key, each in value.items()}
     if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(each, key) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 

@@ -160,6 +160,21 @@ def test_a_field_of_the_template_behind_which_nothing_stands_is_as_left_out(fiel
     assert made == trainer_pod(usual, parse(usual), 0)
 
 
+def test_a_label_behind_which_nothing_stands_is_an_empty_one():
+    job = training_job()
+    terms = [{"labelSelector": {"matchLabels": {"app": None}}, "topologyKey": "zone"}]
+    affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    of_pod = {"nodeSelector": {"node-role.kubernetes.io/gpu": None}, "affinity": affinity}
+    job["spec"]["template"]["spec"] |= of_pod
+    job["spec"]["template"]["metadata"] = {"labels": {"team": None}}
+    template = parse(job).template
+    assert template["spec"]["nodeSelector"] == {"node-role.kubernetes.io/gpu": ""}
+    found = template["spec"]["affinity"]["podAffinity"]
+    [term] = found["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"] == {"app": ""}
+    assert template["metadata"]["labels"] == {"team": ""}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -215,13 +215,28 @@ def _order_digest(column: Any, length: int) -> int | None:
         some = column[:: -(-length // _ROWS)]
         if not is_array and any(each is None for each in some):
             return None  # what is read is kept there
-        values = np.array([_projection(each) for each in (_as_array(some) if is_array else some)])
+        some = _as_array(some) if is_array else some
+        if is_array and _is_unwritten(some):
+            return None
+        values = np.array([_projection(each) for each in some])
     except Exception:  # noqa: BLE001  of a type of the script's, a device, or without a length
         return None
     if not (largest := np.abs(values).max()):
         return None
     order = np.argsort(np.round(values / largest, 9), kind="stable")
     return zlib.crc32(order.astype("<i8").tobytes())
+
+
+def _is_unwritten(rows: Any) -> bool:
+    """Whether it seems to be memory as it was found, of a cache that `np.empty` has made.
+
+    Pointers and the like are no numbers, or tiny ones.
+    """
+    if rows.dtype not in (np.float32, np.float64):
+        return False
+    sizes = np.abs(rows.reshape(len(rows), -1)[:, : len(_WEIGHTS)])
+    tiny = np.finfo(rows.dtype).tiny
+    return not bool(((sizes == 0) | ((sizes >= tiny) & (sizes < 1e30))).all())
 
 
 def _is_array(thing: Any) -> bool:

@@ -164,6 +164,19 @@ def test_samples_that_a_dataset_keeps_as_they_are_read_are_no_others():
     assert digest(dataset) == found == digest(Subset(dataset, [1, 2]))
 
 
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_memory_to_which_nothing_was_written_is_no_samples(kind: str):
+    def digest(words: Any) -> int | None:
+        dataset = Rows(np.arange(400))
+        dataset.inputs = np.frombuffer(words.tobytes(), kind)[:4000].reshape(400, -1)
+        return source(DataLoader(dataset, batch_size=2)).values
+
+    heap = np.zeros(5000, np.int64)  # as numpy.empty finds it
+    heap[::50] = 0x7F12_3456_7890 + np.arange(100) * 0x1_0000
+    assert digest(heap) is None
+    assert digest(np.arange(5000.0).astype(kind)) is not None
+
+
 class Drawing(Dataset):
     """Draws from PyTorch's generator, as random augmentation does."""
 

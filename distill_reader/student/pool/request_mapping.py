@@ -180,7 +180,8 @@ class RequestMapping:
             BadRequest: the field must not be sent like this; names it and the remedy.
         """
         name, is_pixels = self._sent[index], self._is_pixels[index]
-        if dtype.kind not in "biufc":
+        is_cast = tensor is not None and np.can_cast(dtype, tensor.dtype, "safe")
+        if dtype.kind not in "biufc" and not is_cast:  # as the bfloat16 of ml_dtypes is
             raise BadRequest(
                 f"{self.endpoint}: field {name} is {dtype}, and teachers take numbers: yield it as "
                 "such, or have None in its place in `ins` if it is not for them"

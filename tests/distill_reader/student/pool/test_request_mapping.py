@@ -168,6 +168,14 @@ def test_predictions_come_in_the_order_of_predicts_and_one_per_sample():
         both.outputs({"score": np.zeros((4, 3)), "feature": feature}, 4)
 
 
+def test_the_bfloat16_of_other_libraries_becomes_what_the_model_takes():
+    numbers = pytest.importorskip("ml_dtypes")
+    field = np.arange(8).reshape(2, 1, 2, 2).astype(numbers.bfloat16)
+    [sent] = fed(mapping(), field)["image"]
+    assert sent.dtype == np.float32
+    assert sent.ravel().tolist() == [*range(8)]
+
+
 @pytest.mark.parametrize("spec", [SPEC, ModelSpec(name="any", inputs=(), outputs=())])
 @pytest.mark.parametrize("dtype", ["U3", "S3", "O", "M8[s]", "V4", "i4,f4"])
 def test_a_field_that_is_no_numbers_is_refused_by_name_where_a_teacher_takes_it(spec, dtype: str):

@@ -264,6 +264,15 @@ def scatter_gradients(
     flat.scatter(targets, slices)
 
 
+def _shortens(embedding: Any) -> bool:
+    """Whether a forward pass may change its vectors: not those of a frozen one that are short."""
+    limit, weight = getattr(embedding, "_max_norm", None), embedding.weight
+    if limit is None:
+        return False
+    norms = paddle.linalg.norm(weight.detach(), embedding._norm_type, -1)
+    return not weight.stop_gradient or bool((norms > limit * 0.99999).any())
+
+
 def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     """Return what the optimizer trains, in the model's order.
 
@@ -278,7 +287,7 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
             raise UsageError(sparse_gradient(f"{name}.weight"))
-        if isinstance(layer, nn.Embedding) and getattr(layer, "_max_norm", None) is not None:
+        if isinstance(layer, nn.Embedding) and _shortens(layer):
             renormed = f"paddle.renorm(weight, {layer._norm_type:g}, 0, {layer._max_norm:g})"
             raise UsageError(limited_norm(name or "it", f"weight.set_value({renormed})"))
     merged = of_model(model)

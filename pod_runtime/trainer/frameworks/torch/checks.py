@@ -121,7 +121,7 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise UsageError(sparse_gradient(f"{name}.weight"))
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and _shortens(layer):
             raise UsageError(
                 limited_norm(
                     name or "it",
@@ -227,6 +227,15 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[Any], schedulers: Seque
         passed = {id(part) for each in schedulers for part in _parts(each)}
         if id(scheduler) not in passed:
             raise UsageError(_scheduler_not_passed(type(scheduler).__name__))
+
+
+def _shortens(embedding: Any) -> bool:
+    """Whether a forward pass may change its vectors: not those of a frozen one that are short."""
+    if embedding.max_norm is None:
+        return False
+    weight = embedding.weight
+    norms = weight.detach().norm(embedding.norm_type, -1)
+    return weight.requires_grad or bool((norms > embedding.max_norm * 0.99999).any())
 
 
 def check_scaler(scaler: Any, passed: Any | None) -> None:

@@ -32,8 +32,11 @@ class Words(nn.Module):
 
 
 class Frozen(Words):
+    """Its vectors are shorter than its embedding allows, and stay as they are."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.words = nn.Embedding(WORDS, 4, max_norm=100.0)
         self.words.requires_grad_(False)
 
 

@@ -236,7 +236,7 @@ class EdlJob(Job):
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
-                script = any(word.endswith("elasticity/train.py") for word in line[1:3])
+                script = any("elasticity/edl_" in word for word in line[1:3])
                 if process.pid not in training and (script or "pod_runtime.spare" in line):
                     times = process.cpu_times()
                     found[process.pid] = times.user + times.system
@@ -260,10 +260,10 @@ def pod_command(job: Job, options: Options) -> list[str]:
     return [
         "-m", "pod_runtime.launch",
         "--log_dir", str(job.folder / "trainers"), "--run_dir", str(job.folder / "run"),
-        str(Path(__file__).with_name("train.py")),
+        str(Path(__file__).with_name(f"edl_{options.framework}.py")),
         *trainer_options(job, job.folder / "checkpoint", options.save_steps),
         f"--snapshot_steps={options.snapshot_steps}",
-        f"--framework={options.framework}", f"--promise={options.promise}",
+        f"--promise={options.promise}",
     ]  # fmt: skip
 
 

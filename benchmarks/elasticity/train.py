@@ -1,15 +1,11 @@
-"""The trainer of resize.py and recovery.py under EDL: an ordinary script with the elastic loop."""
+"""The loop of resize.py's and recovery.py's trainers under EDL: an ordinary one."""
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
-
 from benchmarks.elasticity.stamp_files import Stamper
-from benchmarks.elasticity.task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
+from benchmarks.elasticity.task import EPOCH_STEPS, TASKS, Task, make_data, parser
 from pod_runtime import elastic
 from pod_runtime.trainer.loop.loop import current_stage
 from pod_runtime.trainer.membership.state_manager import StateManager
@@ -33,30 +29,6 @@ class Images:
         return self.images[found], self.labels[found]
 
 
-def of_paddle(task: str) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return the network, its optimizer, and the loss."""
-    import paddle
-
-    from benchmarks.elasticity.networks import make_network
-
-    model = make_network(task)
-    optimizer = paddle.optimizer.Momentum(
-        PARAMETERS["lr"], momentum=PARAMETERS["momentum"], parameters=model.parameters()
-    )
-    return model, optimizer, paddle.nn.functional.cross_entropy
-
-
-def of_torch(_task: str) -> tuple[Any, Any, Callable[..., Any]]:
-    import torch
-
-    from benchmarks.elasticity.train_torch import make_network
-
-    torch.set_num_threads(1)  # as the peer does
-    model = make_network()
-    optimizer = torch.optim.SGD(model.parameters(), **PARAMETERS)
-    return model, optimizer, torch.nn.functional.cross_entropy
-
-
 class StopWatch:
     """How long the training has stood still for snapshots and the beginning of checkpoints."""
 
@@ -74,18 +46,17 @@ class StopWatch:
         return run
 
 
-def main() -> None:
+def train(make: Callable[[str], tuple[Any, Any]], cross_entropy: Callable[..., Any]) -> None:
+    """Train by the command line; `make` returns the network and its optimizer, by the task."""
     options = parser(__doc__)
     options.add_argument("--snapshot_steps", default="auto")
-    options.add_argument("--framework", choices=("paddle", "torch"), default="paddle")
     options.add_argument("--promise", choices=("rounding", "statistics"), default="rounding")
     args = options.parse_args()
     task = TASKS[args.task]
     stood = StopWatch()
     StateManager.after_step = stood.timed(StateManager.after_step)  # type: ignore[method-assign]
     stamper = Stamper(args.stamps)
-    make = of_torch if args.framework == "torch" else of_paddle
-    model, optimizer, cross_entropy = make(args.task)
+    model, optimizer = make(args.task)
     every = args.snapshot_steps
     loop = elastic.Loop(
         model,
@@ -114,7 +85,3 @@ def main() -> None:
                     stage=current.progress.stage,  # it may change within one process
                     stood_s=stood.total_s,
                 )
-
-
-if __name__ == "__main__":
-    main()

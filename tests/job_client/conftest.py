@@ -121,8 +121,10 @@ class FakeServer:
 
     def state(self, pod_id: str) -> PodState | None:
         """What was last reported of a pod; None: it is not in the newest report."""
-        reports = self.reports[-1:]
-        return next((p for r in reports for p in r.pods if p.pod_id == pod_id), None)
+        return next(iter(self._states(pod_id, -1)), None)
+
+    def _states(self, pod_id: str, since: int) -> list[PodState]:
+        return [p for r in self.reports[since:] for p in r.pods if p.pod_id == pod_id]
 
     def want_until(self, phase: PodPhase, *pods: NodePod) -> PodState:
         """Want these pods, and wait until the last one is said to be in `phase`."""
@@ -132,18 +134,25 @@ class FakeServer:
     def wait_phase(self, pod_id: str, phase: PodPhase) -> PodState:
         return self.wait_state(pod_id, lambda state: state.phase is phase, phase.value)
 
-    def wait_state(self, pod_id: str, condition: Callable[[PodState], bool], what: str) -> PodState:
-        """Return the first state that fulfils `condition`; the next report may tell another."""
-        found: list[PodState] = []
+    def wait_state(
+        self,
+        pod_id: str,
+        condition: Callable[[PodState], bool],
+        what: str,
+        since: int | None = None,
+    ) -> PodState:
+        """Return the first state that fulfils `condition`; the next report may tell another.
 
-        def reported() -> bool:
-            state = self.state(pod_id)
-            if state is not None and condition(state):
-                found.append(state)
-            return bool(found)
+        Args:
+            since: so many reports are not looked at; None: all but the newest one.
+        """
+        begin = max(0, len(self.reports) - 1) if since is None else since
 
-        wait_until(reported, what=f"{pod_id} is {what}")
-        return found[0]
+        def found() -> list[PodState]:
+            return [state for state in self._states(pod_id, begin) if condition(state)]
+
+        wait_until(found, what=f"{pod_id} is {what}")
+        return found()[0]
 
 
 class Client:

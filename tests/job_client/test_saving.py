@@ -330,8 +330,9 @@ def test_what_a_client_wrote_at_its_end_is_told_by_the_next_one_if_the_server_wa
     server.refuse_reports = None
     server.come_back()
     server.want()  # it does not wait for this pod any more
+    before = len(server.reports)
     start_client()
-    server.wait_state("pod_0_0", lambda state: state.save is not None, "reported")
+    server.wait_state("pod_0_0", lambda state: state.save is not None, "reported", before)
     wait_until(lambda: server.state("pod_0_0") is None)
     assert (tmp_path / "log" / "pods" / "pod_0_0" / "released").exists()
 

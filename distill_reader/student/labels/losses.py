@@ -5,6 +5,7 @@ means over samples, differentiable in the student's logits. The teacher's tensor
 All tensors are of the student's framework, PyTorch or Paddle, and on one device.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ TopTensors = tuple[Tensor, Tensor]
 _NO_SHARE = 1e-30  # Paddle's exp(-inf) is not 0 everywhere
 _LEAST_SHARE = -0.01  # what is below it is no rounded probability
 _SUM_TOLERANCE = 2e-3  # of probabilities that came in half precision
-_looks = [None] * 8  # one less for each tensor of a teacher that was looked at
+_LOOKS = 8  # so many tensors of teachers are looked at
+_looked = itertools.count()  # how many were
 
 
 def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors) -> Tensor:
@@ -38,10 +40,12 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
     f = functions_of(student_logits)
     _check_classes(student_logits)
     log_shares = f.log_softmax(f.precise(student_logits))
-    _check_no_logits(f, soft_labels)
     if isinstance(soft_labels, tuple | list):
-        return _top_cross_entropy(f, log_shares, *_checked_top(f, student_logits, soft_labels))
+        top, indices = _checked_top(f, student_logits, soft_labels)
+        _check_no_logits(f, top)
+        return _top_cross_entropy(f, log_shares, top, indices)
     _check_same_shape(student_logits, "soft_labels", soft_labels)
+    _check_no_logits(f, soft_labels)
     return -_expected(f, f.fixed(soft_labels, log_shares), log_shares).mean()
 
 
@@ -187,10 +191,9 @@ def _check_soft_labels(
         _check_same_shape(student_logits, "soft_labels", soft_labels)
 
 
-def _check_no_logits(f: TensorFunctions, soft_labels: Tensor | TopTensors) -> None:
-    """Refuse a teacher's logits as its probabilities."""
-    values = soft_labels[0] if isinstance(soft_labels, tuple | list) else soft_labels
-    if _is_looked_at(f, values) and f.is_any_below(values, _LEAST_SHARE):
+def _check_no_logits(f: TensorFunctions, soft_labels: Tensor) -> None:
+    """Refuse a teacher's logits as its probabilities, or as the largest of them."""
+    if _is_looked_at(f, soft_labels) and f.is_any_below(soft_labels, _LEAST_SHARE):
         raise ValueError(
             "soft_labels: expected probabilities, got values below 0: of a teacher that serves "
             "logits take kl_divergence, or softmax(logits / temperature) as soft_labels"
@@ -211,10 +214,7 @@ def _is_looked_at(f: TensorFunctions, values: Tensor) -> bool:
 
     It is in the first calls alone, for on a GPU that waits for the device.
     """
-    if not f.is_eager(values) or not _looks or 0 in values.shape:
-        return False
-    _looks.pop()
-    return True
+    return f.is_eager(values) and 0 not in values.shape and next(_looked) < _LOOKS
 
 
 def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The losses in both frameworks, compared with their definitions in numpy."""
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -324,7 +325,7 @@ def test_what_does_not_fit_is_refused_by_name(side: Any, call: Callable[..., Any
 
 @pytest.mark.parametrize("is_top", [False, True])
 def test_logits_are_no_soft_labels_which_the_first_calls_see(side: Any, is_top: bool, monkeypatch):
-    monkeypatch.setattr(losses, "_looks", [None] * 3)
+    monkeypatch.setattr(losses, "_looked", itertools.count(losses._LOOKS - 3))
     logits, labels = side.tensor(LOGITS), side.tensor(LABELS)
     places = side.tensor(np.argsort(-TEACHER_LOGITS))
 
@@ -340,7 +341,7 @@ def test_logits_are_no_soft_labels_which_the_first_calls_see(side: Any, is_top: 
 
 
 def test_probabilities_are_no_logits(side: Any, monkeypatch):
-    monkeypatch.setattr(losses, "_looks", [None] * 3)
+    monkeypatch.setattr(losses, "_looked", itertools.count(losses._LOOKS - 3))
     logits, shares = side.tensor(LOGITS), soft()
     for one in (shares, shares.astype(np.float16).astype(np.float32)):
         with pytest.raises(ValueError, match=r"got probabilities .* take soft_cross_entropy, or"):

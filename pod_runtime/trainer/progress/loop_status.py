@@ -150,18 +150,22 @@ def check_same_run(
             f"train_set: {where} was made with {before}, this script has {now}; continue with "
             f"that, or start afresh with another checkpoint path"
         )
-    subsets = stored.run.subset, run.subset
-    if None not in subsets and subsets[0] != subsets[1]:
-        raise StateError(
-            f"train_set: {where} was made with other samples than this script's Subset holds; "
-            f"random_split draws others in every process: call {seeding} before it, or start "
-            f"afresh with another checkpoint path"
-        )
-    values = stored.run.values, run.values
-    if None not in values and values[0] != values[1]:
-        raise StateError(
-            f"train_set: {where} was made with other samples than this script's dataset has in "
-            f"memory, or with another order of them; a split or a shuffle without a seed differs "
-            f"in every process: give it one (random_state=..., {seeding} before it), or start "
-            f"afresh with another checkpoint path"
-        )
+    for name, than, remedy in (
+        (
+            "subset",
+            "this script's Subset holds",
+            f"random_split draws others in every process: call {seeding} before it",
+        ),
+        (
+            "values",
+            "this script's dataset has in memory, or with another order of them",
+            f"a split or a shuffle without a seed differs in every process: give it one "
+            f"(random_state=..., {seeding} before it)",
+        ),
+    ):
+        before, now = getattr(stored.run, name), getattr(run, name)
+        if None not in (before, now) and before != now:
+            raise StateError(
+                f"train_set: {where} was made with other samples than {than}; {remedy}, or start "
+                f"afresh with another checkpoint path"
+            )

@@ -77,15 +77,10 @@ def make_source(
     Raises:
         UsageError: something is missing, or a loader does what cannot be taken over.
     """
-    for argument, switch in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if switch not in (None, True, False):
-            raise UsageError(f"{argument}: expected True or False, got {switch!r}")
-    workers: Any = num_workers or 0
-    if not isinstance(workers, int | np.integer) or workers < 0:
-        raise UsageError(f"num_workers: expected a whole number, 0 or more, got {num_workers!r}")
-    if collate_fn is not None and not callable(collate_fn):
-        raise UsageError(f"collate_fn: expected a function, got {collate_fn!r}")
-    if isinstance(train_set, list | tuple) and any(map(_is_loader, train_set)):
+    _check_kinds(
+        shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn, num_workers=num_workers
+    )
+    if isinstance(train_set, list | tuple) and any(map(_is_loader, train_set[:1])):
         raise UsageError(
             f"{name}: expected one DataLoader, got several: make one of a dataset that yields what "
             f"a step needs of each, or pass reader="
@@ -139,6 +134,18 @@ def make_source(
         values=None if length is None or is_stream else values_digest(dataset),
         sampling=sampling,
     )
+
+
+def _check_kinds(*, collate_fn: object, num_workers: object, **switches: object) -> None:
+    """Refuse arguments of another kind than they are; None is none."""
+    for argument, switch in switches.items():
+        if switch not in (None, True, False):
+            raise UsageError(f"{argument}: expected True or False, got {switch!r}")
+    workers: Any = num_workers or 0
+    if not isinstance(workers, int | np.integer) or workers < 0:
+        raise UsageError(f"num_workers: expected a whole number, 0 or more, got {num_workers!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise UsageError(f"collate_fn: expected a function, got {collate_fn!r}")
 
 
 def _check_left_out(decides: str | None, **given: object) -> None:

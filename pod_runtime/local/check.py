@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(_imports_edl(file) for file in _own_files(script)):
         print(
             f"{script}: it does not use the elastic loop: a change of the pods starts it afresh, "
-            f"and what it does not save is lost. {_GUIDE} shows the ten lines that it takes"
+            f"and what it does not save is lost. {_GUIDE} shows the dozen lines that it takes"
         )
         return 1
     return _rehearse(script, [args.script, *args.args], args.shards)

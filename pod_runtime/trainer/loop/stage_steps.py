@@ -25,7 +25,8 @@ from pod_runtime.trainer.progress.epoch_order import EpochOrder
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.1  # weight of the newest step in the mean step time
-_FIRST_STEPS = 3  # after each of which the script is checked; later, where the state is read
+_FIRST_STEPS = 3  # after each of which the script is checked
+_CHECKED_EVERY = 50  # steps, later: the ranks meet for it once more, and that is not free
 
 
 class StageSteps:
@@ -93,15 +94,14 @@ class StageSteps:
         stage.framework.state.note_committed()
         stage.progress.stops |= result.stops
         stage.member.activity.count_step(step.samples_done)
-        is_over, is_first = stage.progress.epoch_is_over, self.cursor.global_step <= _FIRST_STEPS
-        if result.request.snapshot or is_over or is_first:
+        done = self.cursor.global_step
+        is_over, is_first = stage.progress.epoch_is_over, done <= _FIRST_STEPS
+        if is_over or is_first or done % _CHECKED_EVERY == 0:
             self._check_script()
-            if self.cursor.global_step == _FIRST_STEPS:
+            if done == _FIRST_STEPS:
                 self._check_counters()
             # What changes every other step has, between the first and the third.
-            if self.cursor.global_step in (1, _FIRST_STEPS) or (
-                is_over and stage.framework.beside.is_due
-            ):
+            if done in (1, _FIRST_STEPS) or (is_over and stage.framework.beside.is_due):
                 self._check_beside(is_first=is_first)
             # Of several optimizers a rank may have left out one, which the next exchange says:
             # nothing else may be exchanged in its place.

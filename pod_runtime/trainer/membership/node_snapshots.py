@@ -122,6 +122,9 @@ class NodeSnapshots:
         """Report what is complete to the launcher. All ranks have met since the last `take`."""
         if self._link is None or self._segment is None or not self.is_first or not self._unsaid:
             return
+        now = time.monotonic()
+        if self._given and not at_once and now - self._said_at < _ANNOUNCE_PERIOD_S:
+            return
         newest = read_newest(self._segment.fd)
         if newest is None or newest.stamp < self._unsaid:
             logger.error(
@@ -131,17 +134,14 @@ class NodeSnapshots:
             )
             self._unsaid, self.wants_renewal = None, True
             return
-        now = time.monotonic()
-        first = not self._given
         self._give(newest.digest)
-        if first or at_once or now - self._said_at >= _ANNOUNCE_PERIOD_S:
-            self._said_at, self._unsaid = now, None
-            stamp = newest.stamp
-            self._link.send(
-                SnapshotMade(
-                    stage=stamp.stage, step=stamp.step, serial=stamp.serial, digest=newest.digest
-                )
+        self._said_at, self._unsaid = now, None
+        stamp = newest.stamp
+        self._link.send(
+            SnapshotMade(
+                stage=stamp.stage, step=stamp.step, serial=stamp.serial, digest=newest.digest
             )
+        )
 
     def meet(self) -> bool:
         """Return when all ranks have written their parts of a snapshot. All ranks call it.

@@ -29,11 +29,11 @@ paddle.seed(args.seed)
 model, train_set, test_set = make(args.model, args.images)
 optimizer = paddle.optimizer.Momentum(args.lr, parameters=model.parameters())
 
-train_loader = paddle.io.DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+loader = paddle.io.DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
 test_loader = paddle.io.DataLoader(test_set, batch_size=256)
 for epoch in range(args.epochs):
     model.train()
-    for images, labels in train_loader:
+    for images, labels in loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.clear_grad()

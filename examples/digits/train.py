@@ -1,4 +1,4 @@
-"""An elastic Paddle training script: plain.py beside it, with ten lines changed.
+"""An elastic Paddle training script: plain.py beside it, with a dozen lines changed.
 
 python train.py                                        alone, as any script
 edl run --min 1 --max 4 train.py --checkpoint ckpt     elastic, on this machine
@@ -36,8 +36,10 @@ paddle.seed(args.seed)
 model, train_set, test_set = make(args.model, args.images)
 optimizer = paddle.optimizer.Momentum(args.lr, parameters=model.parameters())
 
-train_loader = paddle.io.DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
-loop = elastic.Loop(model, optimizer, train_loader, epochs=args.epochs, checkpoint=args.checkpoint)
+loader = paddle.io.DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+loop = elastic.Loop(
+    model, optimizer, loader, epochs=args.epochs, checkpoint=args.checkpoint, promise="statistics"
+)
 for epoch in loop.epochs():
     model.train()
     for step in epoch:

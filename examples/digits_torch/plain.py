@@ -28,11 +28,11 @@ torch.manual_seed(args.seed)
 model, train_set, test_set = LeNet(), Digits("train"), Digits("test")
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
-train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
 test_loader = DataLoader(test_set, batch_size=256)
 for epoch in range(args.epochs):
     model.train()
-    for images, labels in train_loader:
+    for images, labels in loader:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""An elastic PyTorch training script: plain.py beside it, with ten lines changed.
+"""An elastic PyTorch training script: plain.py beside it, with a dozen lines changed.
 
 python train.py                                        alone, as any script
 edl run --min 1 --max 4 train.py --checkpoint ckpt     elastic, on this machine
@@ -35,8 +35,10 @@ torch.manual_seed(args.seed)
 model, train_set, test_set = LeNet(), Digits("train"), Digits("test")
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
-train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
-loop = elastic.Loop(model, optimizer, train_loader, epochs=args.epochs, checkpoint=args.checkpoint)
+loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+loop = elastic.Loop(
+    model, optimizer, loader, epochs=args.epochs, checkpoint=args.checkpoint, promise="statistics"
+)
 for epoch in loop.epochs():
     model.train()
     for step in epoch:

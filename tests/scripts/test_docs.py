@@ -41,8 +41,8 @@ def added(example: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("example", [DIGITS, DIGITS_TORCH], ids=lambda folder: folder.name)
-def test_a_plain_script_becomes_elastic_by_at_most_ten_lines(example: Path):
-    assert len(added(example)) <= 10
+def test_a_plain_script_becomes_elastic_by_at_most_a_dozen_lines(example: Path):
+    assert len(added(example)) <= 12
 
 
 def test_the_lines_are_the_same_in_both_frameworks():

@@ -53,7 +53,7 @@ def read_password(password: str | None, password_file: str | None) -> str | None
     if password_file is None:
         return password or None
     try:
-        return Path(password_file).read_text(encoding="utf-8").strip()
+        return Path(password_file).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--db_passwd_file: {password_file}: {error}") from error
 
@@ -98,7 +98,7 @@ def _read(
     if token_file is None:
         return ""
     try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
+        token = Path(token_file).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {token_file}: {error}") from error
     if not token:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from job_server.api.amounts import argument, cores, megabytes, seconds
-from job_server.api.command_line import add_hang_flags, make_token, read_token
+from job_server.api.command_line import add_hang_flags, make_token, read_script_file, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import (
@@ -34,8 +34,6 @@ from pod_runtime.cgroups import usable_cores
 from pod_runtime.errors import LaunchError
 from pod_runtime.local.old_runs import KEEP_RUNS
 from pod_runtime.local.session import LocalSession, RunConfig
-
-_SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": ScriptKind.TRACE}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -282,15 +280,7 @@ def _change_script(args: argparse.Namespace) -> ScriptSpec:
             seed=args.seed,
             min_pods=max(1, args.min),
         )
-    kind = _SCRIPTS.get(Path(named).suffix.lower())
-    if kind is None:
-        raise WireError(
-            f"--change_script: {named!r} is none of none, alternate, walk, and no .yaml or .csv"
-        )
-    try:
-        return ScriptSpec(kind=kind, text=Path(named).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise WireError(f"--change_script: {named} cannot be read: {error}") from error
+    return read_script_file("--change_script", named)
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from job_server.api.amounts import argument, hang_limits
 from job_server.api.errors import ConfigError
-from job_server.api.wire import HANG_POLICIES, STRAGGLER_POLICIES
+from job_server.api.wire import HANG_POLICIES, STRAGGLER_POLICIES, ScriptKind, ScriptSpec
 
 DEFAULT_PORT = 8180
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
@@ -53,6 +53,29 @@ def add_hang_flags(add: Callable[..., object]) -> None:
     )
 
 
+def read_script_file(flag: str, name: str) -> ScriptSpec:
+    """Return the script in a .yaml or .csv file, not yet parsed.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another ending.
+    """
+    kinds = {
+        ".yaml": ScriptKind.TIMELINE,
+        ".yml": ScriptKind.TIMELINE,
+        ".csv": ScriptKind.TRACE,
+    }
+    kind = kinds.get(Path(name).suffix.lower())
+    if kind is None:
+        raise ConfigError(
+            f"{flag}: {name!r} is no change script; expected alternate, none, walk, "
+            "or a file that ends in .yaml or .csv"
+        )
+    try:
+        return ScriptSpec(kind=kind, text=Path(name).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag}: {name} cannot be read: {error}") from None
+
+
 def read_token(
     token_file: str | None, environ: Mapping[str, str], *, private: bool = False
 ) -> str | None:
@@ -86,7 +109,7 @@ def token_in(path: Path, named_by: str, *, private: bool = False) -> str:
         named_by: flag or variable that names the file, for errors.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             open_to_others = os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
             text = file.read(4097)
     except (OSError, UnicodeDecodeError) as error:

@@ -6,12 +6,11 @@ from typing import Any
 
 from job_server.api.amounts import argument, cores, megabytes, seconds
 from job_server.api.codec import WireError, decode, encode
-from job_server.api.command_line import add_hang_flags
+from job_server.api.command_line import add_hang_flags, read_script_file
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind
 from job_server.cli.job_file import check_fixed_size, read_job_file
-from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
 _SCRIPT_FLAGS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from job_server.api.codec import WireError
-from job_server.api.command_line import DEFAULT_PORT, OptionParser, read_token
+from job_server.api.command_line import DEFAULT_PORT, OptionParser, read_script_file, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
     USUAL_SPARES,
@@ -202,29 +202,6 @@ def _script(args: argparse.Namespace) -> ScriptSpec:
             min_pods=args.min_pods,
         )
     return read_script_file("--change_script", named)
-
-
-def read_script_file(flag: str, name: str) -> ScriptSpec:
-    """Return the script in a .yaml or .csv file, not yet parsed.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another ending.
-    """
-    kinds = {
-        ".yaml": ScriptKind.TIMELINE,
-        ".yml": ScriptKind.TIMELINE,
-        ".csv": ScriptKind.TRACE,
-    }
-    kind = kinds.get(Path(name).suffix.lower())
-    if kind is None:
-        raise ConfigError(
-            f"{flag}: {name!r} is no change script; expected alternate, none, walk, "
-            "or a file that ends in .yaml or .csv"
-        )
-    try:
-        return ScriptSpec(kind=kind, text=Path(name).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag}: {name} cannot be read: {error}") from None
 
 
 def _node_ips(args: argparse.Namespace) -> list[str]:

@@ -124,7 +124,10 @@ class NodeRegistry:
         """Raise NotFound unless the node is registered."""
         known = self.nodes.get(node_id)
         if known is None:
-            raise NotFound(f"node {node_id[:100]!r} is not registered; register it")
+            raise NotFound(
+                f"node {node_id[:100]!r} is not registered: its job client does not run, or has "
+                f"not reached this server; `edl nodes` lists those that have"
+            )
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:

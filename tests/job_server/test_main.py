@@ -114,7 +114,7 @@ def test_environment_names_the_job_and_the_token(files):
 
 def test_the_token_is_taken_from_the_flag_then_from_a_file_that_the_environment_names(files):
     (files / "a.token").write_text("correct-horse\n")
-    (files / "b.token").write_text("battery-staple\n")
+    (files / "b.token").write_text("battery-staple\n", encoding="utf-8-sig")  # as of Notepad
     for name in ("a.token", "b.token"):
         (files / name).chmod(0o600)
     environ = {"EDL_TOKEN_FILE": "a.token", "EDL_TOKEN": "of-the-environment"}

@@ -515,7 +515,8 @@ def test_a_job_that_has_ended_is_not_said_to_be_submitted(run):
         1,
         True,
     )
-    assert run("delete", "over")[0] == 0
+    code, out = run("delete", "over")
+    assert (code, out.splitlines()[-1]) == (0, "over: deleted")
     assert run("submit", "--job_id", "over")[0] == 0
     run("delete", "over")
 

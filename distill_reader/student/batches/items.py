@@ -3,6 +3,8 @@
 Pure. Nothing is copied: rows are the user's arrays, and predictions are views of an answer.
 """
 
+import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +24,14 @@ Answer = tuple[int, int, tuple[Array, ...], int]
 Combine = Callable[[Sequence[Sequence[Array]]], tuple[Array, ...]]
 
 _ITEM_BYTES = 1024  # the memory of an item without its arrays
+_LOOKED_AT = 1024  # values of an array, to tell whether it has changed
+_LOOKS = 4096  # so many arrays of an iteration are looked at
+
+
+class _Yielded(weakref.ref[Array]):
+    """An array that the generator has yielded; it is gone once nobody has it any more."""
+
+    check: int | None = None  # of its values; None: its memory has come once
 
 
 class ItemPiece:
@@ -225,6 +235,8 @@ class _Fields:
         self._padded = [(names.index(name), name, value) for name, value in values]
         cut = () if padding is None else padding.outputs or ()
         self._cut = [position for position, name in enumerate(outputs) if name in cut]
+        self._yielded: dict[int, _Yielded] = {}  # the first ones, by address
+        self._looks = _LOOKS
 
     def _take(self, given: Any) -> tuple[tuple[Any, ...], list[Array]]:
         """Return the fields for the user, and the arrays of those that are sent."""
@@ -245,7 +257,30 @@ class _Fields:
         for index, value in enumerate(arrays):
             if type(value) is not np.ndarray:
                 given = self._convert(given, arrays, index)
+            if self._looks:
+                self._looks -= 1
+                self._check_unchanged(self._sent[index][1], arrays[index])
         return given, arrays
+
+    def _check_unchanged(self, name: str, array: Array) -> None:
+        """Refuse a field whose memory was yielded before, is in use, and has other values now.
+
+        Values are looked at from the second time on. Raises: UsageError.
+        """
+        address = array.__array_interface__["data"][0]
+        before = self._yielded.get(address)
+        now = self._yielded[address] = _Yielded(array)
+        earlier = None if before is None else before()
+        if before is None or earlier is None or earlier.dtype != array.dtype:
+            return
+        if earlier.shape == array.shape:
+            now.check = _check_of(array)
+            if before.check not in (None, now.check):
+                raise UsageError(
+                    f"field {name}: the generator writes into memory that it has yielded and that "
+                    "is still needed, so that samples would get the predictions of others: yield "
+                    "a new array, such as a copy"
+                )
 
     def _convert(self, given: tuple[Any, ...], arrays: list[Any], index: int) -> tuple[Any, ...]:
         """Put the field's array into `arrays`; return the fields for the user.
@@ -499,6 +534,13 @@ def _has(dtype: np.dtype[Any], value: float) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = np.asarray(value).astype(dtype)
     return bool(np.isinf(cast) == np.isinf(value) if dtype.kind == "f" else cast == value)
+
+
+def _check_of(array: Array) -> int:
+    """Return a checksum of values that are spread over the array."""
+    flat = array.reshape(-1)
+    step = flat.size // _LOOKED_AT | 1  # odd: not the same column of each row
+    return zlib.crc32(flat[::step].tobytes())
 
 
 def _first(answer: Answer) -> int:

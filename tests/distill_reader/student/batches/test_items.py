@@ -94,6 +94,31 @@ def test_a_frameworks_tensor_is_sent_as_an_array_and_yielded_as_it_came():
     assert item.fields[1] is tensor
 
 
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (BatchFormat, lambda buffer: (7, buffer)),
+        (BatchFormat, lambda buffer: (7, buffer[:])),
+        (BatchFormat, lambda buffer: (7, Tensor(buffer))),
+        (SampleFormat, lambda buffer: (7, buffer)),
+        (SampleListFormat, lambda buffer: [(7, buffer)]),
+    ],
+)
+def test_a_generator_that_writes_into_what_it_has_yielded_is_refused_by_name(kind, given):
+    kind, buffer = kind(SENT, 2, 1), np.zeros((2, 3))
+    held = [kind.item(given(buffer)) for _ in range(4)]  # with the same values it may come again
+    buffer += 1
+    with pytest.raises(UsageError, match="field image: the generator writes into memory that it"):
+        held.append(kind.item(given(buffer)))
+
+
+def test_memory_may_be_written_to_once_nobody_has_what_was_yielded_of_it():
+    kind, buffer = BatchFormat(SENT, 2, 1), np.zeros((2, 3))
+    for number in range(4):
+        buffer[:] = number
+        kind.item((7, buffer[:])).pieces.clear()  # as they are once they are answered
+
+
 def test_lists_and_numbers_become_arrays():
     item = BATCH.item((7, [[1.0], [2.0]]))
     assert isinstance(item.fields[1], np.ndarray)

@@ -1,6 +1,7 @@
 """A thread of the pool that handles late requests, and reports if there is no teacher."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ TICK_S = 0.25  # while requests are in flight; no hedge is due earlier
 _LOG_PERIOD_S = 10.0
 _LOOK_S = 1.0  # while a teacher is not usable
 _OTHERS_S = 15.0  # for discovery to replace teachers that refuse
+_STOPPED_S = 1.0  # by which it wakes too late if the process was stopped, as by SIGSTOP
 
 
 class Supervisor:
@@ -84,11 +86,15 @@ class Supervisor:
     def run(self) -> None:
         """Run in the thread until `close`."""
         logged_s = time.monotonic()
+        due_s = math.inf  # when it has to look again
         while True:
             with self._lock:
                 if self._is_closing:
                     return
                 now = time.monotonic()
+                if now - due_s > _STOPPED_S:  # answers may have come that nobody could read
+                    self._registry.leave_out(now - due_s, now)
+                due_s = now
                 hanging = self._look_for_late(now)
                 wait_s = self._look_for_none(now)
                 alone_since_s = self._registry.alone_since_s(now)
@@ -110,6 +116,7 @@ class Supervisor:
                     if is_flying or self._feed.has_troubled:
                         wait_s = TICK_S if wait_s is None else min(TICK_S, wait_s)
                     self._sleeps_long = wait_s is None or wait_s > TICK_S
+                    due_s = math.inf if wait_s is None else now + wait_s
                     self._again.wait(wait_s)
                     self._sleeps_long = False
             for client in hanging:

@@ -196,6 +196,15 @@ class TeacherRegistry:
             latest = max(latest, since_s)
         return latest
 
+    def leave_out(self, seconds: float, now: float) -> None:
+        """Count as if time that has passed had not: nobody is late by it."""
+        self._since_s = min(now, self._since_s + seconds)
+        for teacher in self.all:
+            if teacher.absent_since_s is not None:
+                teacher.absent_since_s = min(now, teacher.absent_since_s + seconds)
+            for flight in teacher.flights:
+                flight.since_s = min(now, flight.since_s + seconds)
+
     def able(self, now: float) -> list[str]:
         """Return the teachers that can be asked, now or soon."""
         return [each.endpoint for each in self.wanted if each.is_able(now)]

@@ -268,6 +268,21 @@ def test_no_teacher_for_too_long_is_raised_with_the_reason(read):
         raise reading.failure()
 
 
+def test_time_in_which_the_process_was_stopped_does_not_count(read, monkeypatch):
+    teacher = FakeTeacher("a:1")
+    reading = read(teacher, timeout_s=60)
+    reading.more(20)
+    teacher.stop()
+    wait_until(lambda: teacher.in_flight)
+    runs, real = threading.Event(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)  # as after SIGCONT
+    monkeypatch.setattr(reading.session._streams[0].pool._supervisor, "_tend", lambda _: runs.set())
+    assert runs.wait(20)
+    teacher.go_on()
+    reading.more(20)
+    reading.finish()
+
+
 def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later(read):
     teacher = FakeTeacher("a:1", delay_s=0.002)
     reading = read(teacher, timeout_s=0.2, skips=True)

@@ -14,7 +14,7 @@ from distill_reader.balance.addresses import (
 from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.errors import UsageError
-from distill_reader.listening import bracketed
+from distill_reader.listening import bracketed, is_loopback
 from distill_reader.tokens import read_token
 
 
@@ -31,9 +31,16 @@ class RegisterConfig:
         """Return a registrar for a server that listens on `bound` and `port`.
 
         Raises:
-            UsageError: the advertised endpoint is invalid.
+            UsageError: the advertised endpoint is invalid, or no other host can reach it.
         """
         host = bracketed(bound) if self.host is None else self.host
+        others = [each for each in self.addresses if not is_loopback(each.host_port[0])]
+        if self.host is None and is_loopback(bound) and others:
+            raise UsageError(
+                f"--register: {others[0]} is for other hosts, too, and they cannot reach {bound}, "
+                "where this teacher listens: say --bind ADDRESS, or --advertise 127.0.0.1 if all "
+                "its students are on this host"
+            )
         config = RegistrarConfig(
             addresses=self.addresses,
             service=self.service,

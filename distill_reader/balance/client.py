@@ -21,6 +21,7 @@ from distill_reader.balance.addresses import (
     DiscoveryAddress,
     RedisAddress,
     RegistryAddress,
+    host_port_of,
     is_endpoint,
 )
 from distill_reader.balance.registry.redis_registry import RedisRegistry
@@ -37,7 +38,8 @@ from distill_reader.balance.wire.messages import (
     join_body,
     report_body,
 )
-from distill_reader.errors import BadRequest, DistillError, TransientFailure
+from distill_reader.errors import BadRequest, DistillError, TransientFailure, UsageError
+from distill_reader.listening import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class StudentClient:
         self._session = 0
         self._held = tuple(held)
         self._unusable = UnusableTeachers()
+        self._astray: tuple[str, ...] = ()  # of the last list: those of other hosts' loopback
         self._has_heard = bool(held)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
@@ -213,12 +216,28 @@ class StudentClient:
         else:
             await self._visit_redis(address)
 
-    def _take(self, teachers: Sequence[str]) -> None:
-        listed = tuple(teachers)
+    def _take(self, teachers: Sequence[str], *, is_elsewhere: bool = False) -> None:
+        """Use these teachers from now on.
+
+        Args:
+            is_elsewhere: the registry is on another host. A teacher that is registered there by the
+                loopback address would be, on this host, any other server.
+        """
+        astray = [each for each in teachers if is_elsewhere and is_loopback(host_port_of(each)[0])]
+        listed = tuple(each for each in teachers if each not in astray)
         if listed != self._held:
             logger.info("service %s: teachers are now %s", self._service, ", ".join(listed) or "-")
-        self._held, self._has_heard = listed, True
+        self._held, self._has_heard, self._astray = listed, True, tuple(astray)
         self.trouble = "" if listed else f"service {self._service} has no teacher"
+        if astray:
+            self._note(
+                UsageError(
+                    f"{', '.join(astray)}: the registry is on another host, and has a teacher by "
+                    "an address that is each host's own: start that with --bind or --advertise, or "
+                    "register it by an address that students can reach"
+                )
+            )
+            self._report_now.set()
         self._notify(listed)
 
     def _note(self, error: DistillError) -> None:
@@ -264,7 +283,7 @@ class StudentClient:
                     raise BadRequest(
                         f"discovery server {connection.endpoint}: sent no list of teachers"
                     )
-                self._take(teachers)
+                self._take(teachers, is_elsewhere=connection.is_elsewhere)
 
     async def _report(self, connection: ClientConnection) -> None:
         while True:
@@ -320,7 +339,7 @@ class StudentClient:
             wait_share=feed_stats.wait_share,
             samples_per_s=feed_stats.samples_per_s,
             measured=feed_stats.measured,
-            unusable=self._unusable.note(feed_stats.unusable, time.monotonic()),
+            unusable=self._unusable.note((*feed_stats.unusable, *self._astray), time.monotonic()),
         )
 
 

@@ -112,11 +112,11 @@ def test_a_wrong_argument_of_the_registrar_is_named(arguments, words):
 
 
 def test_a_teacher_says_where_it_is_found(monkeypatch):
-    def endpoint(bound: str, *arguments: str) -> str:
+    def endpoint(bound: str, *arguments: str, where: str = "127.0.0.1:7001") -> str:
         parser = argparse.ArgumentParser()
         registering.add_register_arguments(parser)
         parser.add_argument("--token_file")
-        args = parser.parse_args(["--register", "127.0.0.1:7001", *arguments])
+        args = parser.parse_args(["--register", where, *arguments])
         config = registering.parse_register(args)
         assert config is not None
         return config.registrar(bound, 9292, lambda: True).server
@@ -126,6 +126,11 @@ def test_a_teacher_says_where_it_is_found(monkeypatch):
     assert endpoint("::1", *name) == "[::1]:9292"
     assert endpoint("0.0.0.0", *name) == "0.0.0.0:9292"  # test_lost_names.py: found out later
     assert endpoint("0.0.0.0", *name, "--advertise", "teacher-1.lan") == "teacher-1.lan:9292"
+    far = "127.0.0.1:7001,10.0.0.5:7001"
+    with pytest.raises(UsageError, match=r"10\.0\.0\.5:7001 is for other hosts.*--bind"):
+        endpoint("127.0.0.1", *name, where=far)
+    assert endpoint("10.1.2.3", *name, where=far) == "10.1.2.3:9292"
+    assert endpoint("::1", *name, "--advertise", "127.0.0.1", where=far) == "127.0.0.1:9292"
     with pytest.raises(UsageError, match="--register: give --service_name"):
         endpoint("127.0.0.1")
     with pytest.raises(UsageError, match="--advertise: expected HOST:PORT"):

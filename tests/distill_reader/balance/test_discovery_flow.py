@@ -5,10 +5,12 @@ import pytest
 
 from distill_reader.balance.client import FeedStats
 from distill_reader.balance.table import Measured
+from distill_reader.balance.wire.client_connection import ClientConnection
 from tests.distill_reader.balance.local_discovery import (
     LocalDiscovery,
     LocalStudent,
     LocalTeacher,
+    RawClient,
 )
 from tests.support import wait_until
 
@@ -124,3 +126,17 @@ def test_a_student_that_gets_nothing_from_its_teacher_is_given_another_ones(serv
     other.feed_stats = FeedStats(measured=other.feed_stats.measured, unusable=sorted(bad))
     wait_until(lambda: other.teachers == good)
     assert one.teachers == good
+
+
+def test_teachers_by_the_loopback_address_of_another_host_are_not_used(run, monkeypatch, caplog):
+    server = run(LocalDiscovery)
+    run(LocalTeacher, server.endpoint)
+    other = run(RawClient, server.endpoint)
+    heartbeat = {"service": "svc", "server": "10.9.8.7:9292", "lease_s": 60.0, "info": ""}
+    assert other.ask({"type": "teacher", **heartbeat})["type"] == "ok"
+    wait_until(lambda: len(server.teachers()) == 2)
+    monkeypatch.setattr(ClientConnection, "is_elsewhere", True)
+    student = run(LocalStudent, server.endpoint)
+    wait_until(lambda: student.teachers == {"10.9.8.7:9292"})
+    assert all(set(told) <= {"10.9.8.7:9292"} for told in student.told)
+    assert "is each host's own: start that with --bind or --advertise" in caplog.text

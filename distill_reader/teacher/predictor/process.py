@@ -44,6 +44,8 @@ from distill_reader.teacher.predictor.wire import (
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+# Of the spread of a batch's outputs: by more an answer does not differ for rounding alone.
+_MOST_DIFFERENCE = 0.02
 # Operators raise these for bad input tensors: Paddle's InvalidArgument, OutOfRange, Unimplemented
 # and more. After anything else, such as a lack of memory or an error of the device, the process
 # may be unfit to continue.
@@ -67,6 +69,7 @@ class PredictorLoop:
         self._models = models
         self._arenas: dict[int, Arena] = {}
         self._waiting: deque[RunMessage] = deque()
+        self._proven: set[int] = set()  # models whose answers do not depend on other samples
 
     def serve(self) -> None:
         """Serve messages; return when the front closes the connection."""
@@ -105,7 +108,12 @@ class PredictorLoop:
             for tensor in spec.inputs:
                 normalization = model.normalizations.get(tensor.name)
                 inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
+            others = None if run.model in self._proven else _with_others(inputs, samples)
             outputs = _check_outputs(spec, model.backend.run(inputs), samples)
+            if others is not None:
+                outputs = [output.copy() for output in outputs]  # the backend may use them again
+                _check_apart(model, others, outputs)
+                self._proven.add(run.model)
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
             encoded = [encoder.encode(encoding) for encoding in run.encodings]
         except _ABOUT_INPUTS as error:
@@ -284,6 +292,44 @@ def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) 
             f"the backend returned a {type(outputs).__name__}, not a dict of arrays by output"
         )
     return [_check_output(tensor, outputs.get(tensor.name), samples) for tensor in spec.outputs]
+
+
+def _with_others(inputs: Mapping[str, Array], samples: int) -> dict[str, Array] | None:
+    """Return a batch with the first sample in place of those of the second half.
+
+    None: it would be the same batch.
+    """
+    places = np.arange(samples)
+    places[_kept(samples) :] = 0
+    others = {name: each[places] for name, each in inputs.items()}
+    return others if any((others[name] != each).any() for name, each in inputs.items()) else None
+
+
+def _check_apart(model: LoadedModel, others: Mapping[str, Array], outputs: Sequence[Array]) -> None:
+    """Compute `_with_others` of a batch, whose first half must get the answers that it had.
+
+    Raises:
+        BadRequest: it does not, as of a model in training mode.
+    """
+    spec, kept = model.spec, _kept(len(outputs[0]))
+    again = _check_outputs(spec, model.backend.run(others), len(outputs[0]))
+    for tensor, before, after in zip(spec.outputs, outputs, again, strict=True):
+        if before.dtype.kind != "f" or before.shape != after.shape or not before.size:
+            continue
+        values = before.astype(np.float64)
+        most = _MOST_DIFFERENCE * np.ptp(values)
+        if (
+            most and np.abs(values[:kept] - after[:kept].astype(np.float64)).max() > most
+        ):  # not where one is NaN
+            raise BadRequest(
+                f"output {tensor.name}: the answer to a sample depends on the others that are "
+                "computed with it, or differs each time, as of a model in training mode (batch "
+                "norm, dropout): call its eval() before it is exported, or in the backend"
+            )
+
+
+def _kept(samples: int) -> int:
+    return -(-samples // 2)
 
 
 def _check_output(tensor: TensorSpec, array: Array | None, samples: int) -> Array:

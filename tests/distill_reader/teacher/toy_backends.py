@@ -213,6 +213,17 @@ def moody(folder: str, name: str, device: Device) -> Backend:
     return _Moody(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
 
 
+class _Training(Sums):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        outputs = super().run(inputs)
+        return {**outputs, "sum": outputs["sum"] - outputs["sum"].mean()}
+
+
+def training(folder: str, name: str, device: Device) -> Backend:
+    """Takes the mean of a batch off its sums, as batch norm does in training."""
+    return _Training(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
 def broken(folder: str, name: str, device: Device) -> Backend:
     """Cannot be loaded."""
     raise ModelError(f"{folder}/model.json: is broken")

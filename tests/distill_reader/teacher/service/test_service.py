@@ -186,6 +186,17 @@ def test_small_requests_are_computed_together(service):
     pytest.fail("200 times 16 requests at once, and no two were computed together")
 
 
+def test_a_model_whose_answers_depend_on_others_samples_is_refused_with_the_remedy(folder):
+    service = started(config(folder, "training", devices=(Device(),)))
+    try:
+        outputs(ask(service, images(1)))  # of one alone nothing can be told
+        for _ in range(2):
+            with pytest.raises(BadRequest, match=r"output sum: .* depends on .* call its eval"):
+                outputs(ask(service, images(1, 2, 3, 5)))
+    finally:
+        service.close()
+
+
 def test_bytes_in_shared_memory_are_not_copied_and_given_back_once(service):
     image = images(*range(6))
     buffer = service.allocate(image.nbytes + 16)

@@ -160,7 +160,9 @@ def adapter_of(script: str) -> str:
 def with_defaults(env: Mapping[str, str]) -> dict[str, str]:
     """Return a trainer's environment with the settings that a user may have overridden."""
     warnings = env.get("PYTHONWARNINGS", "")
-    defaults = {"PYTHONUNBUFFERED": "1", "GLOG_minloglevel": "2"}
+    # Else a set of texts has another order in each process, and so have the numbers that a script
+    # gives to words or classes by it.
+    defaults = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "GLOG_minloglevel": "2"}
     hidden = {"PYTHONWARNINGS": f"{warnings},{_CCACHE}" if warnings else _CCACHE}
     return {**defaults, **env, **hidden}
 

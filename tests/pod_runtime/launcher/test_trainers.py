@@ -146,6 +146,19 @@ def test_defaults_give_way_to_what_the_user_has_set():
     assert with_defaults({})["PYTHONWARNINGS"] == "ignore:No ccache found"
 
 
+def test_words_are_in_the_same_order_in_all_trainers_unless_the_user_says_otherwise():
+    """A script that numbers words or classes by a set would give them others in each process."""
+
+    def ordered(**env: str) -> str:
+        code = "print(*{*map(str, range(50))})"
+        env = with_defaults({**os.environ, **env})
+        return subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert ordered() == ordered() != ordered(PYTHONHASHSEED="7") == ordered(PYTHONHASHSEED="7")
+
+
 @pytest.mark.parametrize(
     ("text", "framework"),
     [

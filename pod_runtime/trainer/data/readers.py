@@ -8,7 +8,7 @@ ThreadReader    an iterator that may block (a loader with workers, a reader of t
 import atexit
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ from pod_runtime.trainer.data.streams import (
     KeyedCollate,
     KeyedDataset,
     SampleFetcher,
+    borrowed_numbers,
+    seed_workers,
 )
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
@@ -309,7 +311,8 @@ def loader_items(
             ids = order.ids(shard_range).tolist()
             yield [(shard_range.epoch, sample_id) for sample_id in ids]
 
-    loader = keyed_loader(source, batches(), data, order.run.seed, on_host=on_host)
+    place = cursor.epoch, cursor.step, order.shards.start
+    loader = keyed_loader(source, batches(), data, order.run.seed, place, on_host=on_host)
     return (
         ShardBatch(*shard_range.key, raise_if_failed(batch), drawn)
         for batch, (shard_range, drawn) in zip(loader, iter(sent.get, None), strict=False)
@@ -321,6 +324,7 @@ def keyed_loader(
     index_batches: Iterator[list[tuple[int, int]]],
     data: FrameworkData,
     seed: int,
+    place: Sequence[int],
     *,
     num_workers: int | None = None,
     on_host: bool = False,
@@ -331,6 +335,7 @@ def keyed_loader(
 
     Args:
         index_batches: (epoch, id) of each sample of a batch.
+        place: where this trainer reads from, by which its workers' own seeds differ.
         num_workers: None: as many as the source has.
         on_host: leave batches in the host's memory, whatever the training's device is.
     """
@@ -340,15 +345,17 @@ def keyed_loader(
     if source.collate is not None:
         collate = KeyedCollate(source.collate, data, seed, keyed)
     workers = source.num_workers if num_workers is None else num_workers
-    return data.loader(
-        keyed,
-        index_batches,
-        collate=CarryingCollate(collate),
-        options=carrying_options(
-            {**source.worker_options, "num_workers": workers}, keyed.begin_worker
-        ),
-        on_host=on_host,
-    )
+    with borrowed_numbers(data):  # of which the frameworks draw their workers' seeds
+        seed_workers(data, seed, *place)
+        return data.loader(
+            keyed,
+            index_batches,
+            collate=CarryingCollate(collate),
+            options=carrying_options(
+                {**source.worker_options, "num_workers": workers}, keyed.begin_worker
+            ),
+            on_host=on_host,
+        )
 
 
 def factory_items(items: Any) -> Iterator[ShardBatch]:

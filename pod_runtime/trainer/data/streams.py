@@ -32,6 +32,7 @@ _OF_BATCH = 6
 _OF_EPOCH = 7
 _OF_EVALUATION = 8
 _OF_END = 9
+_OF_WORKERS = 10
 _PROBE = 20
 _WATCHED = 16  # first shards of a process, and one of so many later
 
@@ -124,6 +125,11 @@ class BeginOfEpoch:
         """Whether something was drawn since."""
         with borrowed_numbers(self._streams):
             return _next(self._streams) != self._untouched
+
+
+def seed_workers(streams: FrameworkStreams, seed: int, *place: int) -> None:
+    """Give a loader's workers seeds of their own: `place` says where which trainer reads from."""
+    _seed(streams, stream_key(_OF_WORKERS, seed, *place))
 
 
 @contextmanager

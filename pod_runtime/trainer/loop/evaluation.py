@@ -67,7 +67,7 @@ def evaluate(
     sums: dict[str, float] = {}
     seed, data = seed_of_evaluation(seed), framework.data
     with borrowed_numbers(data), framework.state.evaluating():
-        read = _read(data, source, mine, seed, epoch)
+        read = _read(data, source, mine, seed, epoch, rank)
         for first in range(0, batches, world_size):
             meet()
             number = first + rank
@@ -89,8 +89,9 @@ def _places(plan: BatchPlan) -> Iterator[tuple[int, int]]:
 
 
 def _read(
-    data: FrameworkData, source: DataSource, batches: list[Sequence[int]], seed: int, epoch: int
-) -> Iterator[Any]:
+    data: FrameworkData, source: DataSource, batches: list[Sequence[int]], seed: int, epoch: int,
+    rank: int,
+) -> Iterator[Any]:  # fmt: skip
     """Yield collated batches, read ahead by workers where the source has some."""
     collate = source.collate or data.collate
     if not source.num_workers or not batches:
@@ -102,7 +103,7 @@ def _read(
             yield collate(samples)
         return
     indices = iter([[(epoch, sample_id) for sample_id in ids] for ids in batches])
-    for batch in keyed_loader(source, indices, data, seed):
+    for batch in keyed_loader(source, indices, data, seed, (epoch, rank)):
         yield raise_if_failed(batch)
 
 

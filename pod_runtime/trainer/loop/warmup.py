@@ -83,7 +83,7 @@ def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) ->
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
     wanted = iter([[(0, sample) for sample in samples]])
-    loader = keyed_loader(source, wanted, data, seed, num_workers=1)
+    loader = keyed_loader(source, wanted, data, seed, (0,), num_workers=1)
     batch = next(loader)
     next(loader, None)  # nothing is left: here the framework ends the worker, and not before
     return raise_if_failed(batch)

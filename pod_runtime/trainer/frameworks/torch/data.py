@@ -76,8 +76,6 @@ class TorchData:
             dataset,
             batch_sampler=_IndexBatches(index_batches),
             collate_fn=collate,
-            # Its own: the seed of its workers must not be drawn from the training's numbers.
-            generator=torch.Generator(),
             **options,
         )
         return iter(loader)

@@ -25,6 +25,7 @@ from torch.utils.data import (  # noqa: E402
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
     random_split,
 )
 
@@ -328,6 +329,44 @@ def test_workers_see_a_dataset_as_it_is_when_the_epoch_begins_as_in_the_framewor
                 step.backward(model(grades.float().unsqueeze(1)).mean())
             step.update()
     assert seen == [{each} for each in expected]
+
+
+class OwnGenerator(Dataset):
+    """Draws from a generator that each worker seeds, as `worker_init_fn` of many scripts does."""
+
+    numbers: Any = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([self.numbers.random()], dtype=torch.float64)
+
+
+def seed_own(_worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.numbers = np.random.default_rng(info.seed)
+
+
+def test_workers_seed_generators_of_their_own_anew_in_each_epoch_and_the_same_in_each_run():
+    def run(seed: int) -> list[float]:
+        model = nn.Linear(1, 1).double()
+        loader = DataLoader(OwnGenerator(), batch_size=4, num_workers=2, worker_init_fn=seed_own)
+        loop = elastic.Loop(
+            model, torch.optim.SGD(model.parameters(), 0.1), loader, epochs=2, shards=2, seed=seed
+        )
+        seen: list[float] = []
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    seen += batch.flatten().tolist()
+                    step.backward(model(batch).mean())
+                step.update()
+        return seen
+
+    found = run(1)
+    assert len({*found}) == 16, "each sample of each epoch has another number"
+    assert run(1) == found != run(2)
 
 
 def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path):

@@ -234,6 +234,9 @@ class FrameworkStep(Protocol):
     def drop(self) -> None:
         """Forget gradients and put the buffers back: the state is the last committed one."""
 
+    def clear(self) -> None:
+        """Clear gradients that something else than a step has left, as an evaluation may."""
+
 
 class FrameworkData(Protocol):
     """Batches on the training's device, and random numbers."""

@@ -87,7 +87,8 @@ class GradientMarks:
             clip: how a script clips.
         """
         self._count, self._mark, self._name, self._clip = count, mark, name, clip
-        self._marks: list[tuple[int, Any]] = []  # (index of the parameter, mark)
+        # (index of the parameter, mark); None: none was noted since the last update.
+        self._marks: list[tuple[int, Any]] | None = None
         self._first = 0  # index of a parameter that had a gradient last time
         self._updates = 0  # before this one
 
@@ -116,18 +117,21 @@ class GradientMarks:
 
     def forget(self) -> None:
         """Forget them: the update is made, or is not going to be."""
-        self._marks = []
+        self._marks = None
         self._updates += 1
 
     def check(self) -> None:
-        """Check that what was noted is unchanged, and in a process's first steps, that all was.
+        """Check that what was noted is unchanged, and that nothing is there that was not.
+
+        Of that, all is looked at in a process's first steps, later the first gradient.
 
         Raises:
             UsageError: it is not.
         """
-        if not self._marks and self._updates < WHOLE_STEPS:
-            check_noted(self._name(each) for each in self._all if self._mark(each) is not None)
-        for index, mark in self._marks:
+        if self._marks is None:
+            looked = self._all if self._updates < WHOLE_STEPS else (self._first,)
+            check_noted(self._name(each) for each in looked if self._mark(each) is not None)
+        for index, mark in self._marks or ():
             if self._mark(index) != mark:
                 raise UsageError(
                     f"gradients: that of {self._name(index)} was changed after "

@@ -192,6 +192,10 @@ class SeveralOptimizers:
         for part in self._parts:
             part.drop()
 
+    def clear(self) -> None:
+        for part in self._parts:
+            part.clear()
+
     def _forget(self) -> None:
         self._losses, self._value = {}, None
         self._updates, self._stepped = 0, set()

@@ -101,7 +101,8 @@ def check_noted(names: Iterable[str]) -> None:
         raise UsageError(
             f"gradients: {name} has one that did not come by step.backward: write "
             f"step.backward(loss) instead of loss.backward(), for each loss. It counts a shard by "
-            f"its share of the batch"
+            f"its share of the batch. Where the gradient of an input alone is wanted, as for an "
+            f"adversarial one, take it by torch.autograd.grad or paddle.grad"
         )
 
 

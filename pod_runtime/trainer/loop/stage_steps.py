@@ -78,6 +78,7 @@ class StageSteps:
 
     def begin(self) -> "TrainingStep":
         """Begin the step at the cursor."""
+        self.stage.framework.step.clear()  # of an evaluation: a plain script does so here, too
         return TrainingStep(self)
 
     def commit(self, step: "TrainingStep") -> None:

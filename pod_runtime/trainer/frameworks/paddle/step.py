@@ -225,6 +225,9 @@ class PaddleStep:
         if isinstance(self._exchange, OverlappedExchange):
             self._exchange.reset()
         self._marks.forget()
+        self.clear()
+
+    def clear(self) -> None:
         # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
         # to a trainer that has just been restored and to one that has run for hours.
         self._optimizer.clear_grad(set_to_zero=False)

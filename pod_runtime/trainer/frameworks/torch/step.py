@@ -156,6 +156,9 @@ class TorchStep:
 
     def drop(self) -> None:
         self._marks.forget()
+        self.clear()
+
+    def clear(self) -> None:
         # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
         # to a trainer that has just been restored and to one that has run for hours.
         self._optimizer.zero_grad(set_to_none=True)

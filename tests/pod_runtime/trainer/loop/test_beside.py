@@ -42,6 +42,18 @@ class Torch:
     def buffer(self, model: Any, name: str, values: np.ndarray) -> None:
         model.register_buffer(name, self.torch.from_numpy(values))
 
+    def input(self, batch: Any) -> Any:
+        return batch.clone().requires_grad_()
+
+    def with_gradients(self) -> Any:
+        return self.torch.enable_grad()
+
+    def tensor(self, values: np.ndarray) -> Any:
+        return self.torch.from_numpy(values)
+
+    def full_like(self, tensor: Any, value: float) -> Any:
+        return self.torch.full_like(tensor, value)
+
 
 class Paddle:
     def __init__(self) -> None:
@@ -67,6 +79,20 @@ class Paddle:
 
     def buffer(self, model: Any, name: str, values: np.ndarray) -> None:
         model.register_buffer(name, self.paddle.to_tensor(values))
+
+    def input(self, batch: Any) -> Any:
+        batch = batch.clone()
+        batch.stop_gradient = False
+        return batch
+
+    def with_gradients(self) -> Any:
+        return self.paddle.enable_grad()
+
+    def tensor(self, values: np.ndarray) -> Any:
+        return self.paddle.to_tensor(values)
+
+    def full_like(self, tensor: Any, value: float) -> Any:
+        return self.paddle.full_like(tensor, value)
 
 
 @pytest.fixture(params=[Torch, Paddle])
@@ -455,3 +481,61 @@ def test_options_that_are_edited_before_a_training_goes_on_are_told(kit, tmp_pat
         assert run(3, 0.25) == 0.5
         assert caplog.text.count("has other options than the training was begun with: lr 0.25") == 1
         assert ("weight_decay 0.75 (before: 0.5)" in caplog.text) == isinstance(kit, Torch)
+
+
+def weights_after(kit: Any, evaluate: Callable[..., None], *, epochs: int = 2) -> list[float]:
+    """Return a model's weights; `evaluate` is called after each epoch, and within its last step."""
+    model = kit.net()
+    for number, each in enumerate(model.parameters(), 1):
+        kit.set(each, kit.full_like(each, 0.1 * number))
+    loop = elastic.Loop(model, kit.sgd(model), DATA, batch_size=4, epochs=epochs, shards=2)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((model(batch) ** 2).mean())
+            step.update()
+            if step.index == epoch.steps - 2:
+                evaluate(loop, model, amid=True)
+        evaluate(loop, model, amid=False)
+    found: list[float] = model[0].weight.flatten().tolist()
+    return found
+
+
+def test_gradients_that_an_evaluation_leaves_do_not_count_in_the_next_step(kit):
+    """As where adversarial samples are made by `loss.backward()`: a plain loop clears them."""
+
+    def attack(loop: elastic.Loop, model: Any, *, amid: bool) -> None:
+        def judge(batch: Any) -> dict[str, Any]:
+            inputs = kit.input(batch)
+            with kit.with_gradients():
+                (model(inputs) ** 2).mean().backward()
+            assert inputs.grad is not None
+            return {"loss": (model(batch + 0.1) ** 2).sum()}
+
+        if amid:
+            model.eval()
+            judge(kit.tensor(DATA))
+            model.train()
+        else:
+            loop.evaluate(DATA, judge, batch_size=8)
+
+    assert weights_after(kit, attack) == weights_after(kit, lambda *_args, **_more: None)
+
+
+@pytest.mark.parametrize("at", [0, 8])
+def test_a_gradient_that_did_not_come_by_the_step_is_refused_in_any_step(kit, at: int):
+    model = kit.net()
+    loop = elastic.Loop(model, kit.sgd(model), DATA, batch_size=4, epochs=2, shards=2)
+
+    def run() -> None:
+        for epoch in loop.epochs():
+            for step in epoch:
+                if step.number == at:
+                    (model(kit.tensor(DATA)) ** 2).mean().backward()
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+
+    with pytest.raises(UsageError, match=r"did not come by step\.backward.*paddle\.grad"):
+        run()
+    assert loop.step_count == at

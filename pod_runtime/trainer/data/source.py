@@ -11,6 +11,7 @@ import numpy as np
 
 from pod_runtime.trainer.data.sampling import Sampling
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.plain_values import is_unwritten
 
 _IN_ORDER = ("SequenceSampler", "SequentialSampler")  # Paddle's and PyTorch's
 _HOLD_OTHERS = ("ConcatDataset", "ComposeDataset", "StackDataset")
@@ -223,7 +224,7 @@ def _order_digest(column: Any, length: int) -> int | None:
         if not is_array and any(each is None for each in some):
             return None  # what is read is kept there
         some = _as_array(some) if is_array else some
-        if is_array and _is_unwritten(some):
+        if is_array and is_unwritten(some.reshape(len(some), -1)[:, : len(_WEIGHTS)]):
             return None
         values = np.array([_projection(each) for each in some])
     except Exception:  # noqa: BLE001  of a type of the script's, a device, or without a length
@@ -232,18 +233,6 @@ def _order_digest(column: Any, length: int) -> int | None:
         return None
     order = np.argsort(np.round(values / largest, 9), kind="stable")
     return zlib.crc32(order.astype("<i8").tobytes())
-
-
-def _is_unwritten(rows: Any) -> bool:
-    """Whether it seems to be memory as it was found, of a cache that `np.empty` has made.
-
-    Pointers and the like are no numbers, or tiny ones.
-    """
-    if rows.dtype not in (np.float32, np.float64):
-        return False
-    sizes = np.abs(rows.reshape(len(rows), -1)[:, : len(_WEIGHTS)])
-    tiny = np.finfo(rows.dtype).tiny
-    return not bool(((sizes == 0) | ((sizes >= tiny) & (sizes < 1e30))).all())
 
 
 def _is_array(thing: Any) -> bool:

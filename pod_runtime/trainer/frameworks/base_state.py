@@ -458,6 +458,10 @@ class BaseState(ABC):
         """Return the numbers that layers have as attributes, by what to call them."""
         return self._traits.numbers()
 
+    def constants(self) -> list[str]:
+        """Return what layers keep outside of a state, each with a checksum of its order."""
+        return self._traits.constants()
+
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
         return self._traits.uncarried_changes()

@@ -18,7 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pod_runtime.trainer.frameworks.plain_values import differ, is_of_script, is_plain
+from pod_runtime.trainer.frameworks.plain_values import (
+    differ,
+    is_of_script,
+    is_plain,
+    order_digest,
+)
 from pod_runtime.trainer.frameworks.reads import Reads
 
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
@@ -137,6 +142,19 @@ class BaseTraits(ABC):
                 if attribute != "training" and type(value) in (int, float):
                     found[f"{attribute} of layer {name or type(self._model).__name__}"] = value
         return found
+
+    def constants(self) -> list[str]:
+        """Return what layers keep outside of a state, each with a checksum of its order.
+
+        Tensors and arrays: a mask, a permutation, random features. Rounding does not count.
+        """
+        return [
+            f"{attribute} of layer {name or type(self._model).__name__}, which no state_dict has, "
+            f"with checksum {digest}"
+            for name, layer in self._layers()
+            for attribute, value in self._loose_tensors(layer)
+            if (digest := order_digest(value)) is not None
+        ]
 
     def _look_again(self) -> None:
         """Find the objects of interest, and what tells at once whether one is as it was built.

@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -14,6 +15,7 @@ from pod_runtime.trainer.errors import StateError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _PLACE = re.compile(r"\[\d+\]|\(\d+\)")  # in a list or a tuple, as a part of a path
+_LOOKED_AT = 1024  # numbers of an array
 _LONGEST = 16  # of the lists of such values that are taken
 _PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
 
@@ -124,6 +126,42 @@ def is_of_script(module: Any) -> bool:
         and package not in sys.stdlib_module_names
         and package != "pod_runtime"
     )
+
+
+def order_digest(value: Any) -> int | None:
+    """Return a checksum of the order of a tensor's or an array's numbers.
+
+    So that rounding does not count, as where another processor has computed them. None: there are
+    no numbers, or memory to which nothing was written, as `empty` makes it.
+    """
+    try:
+        flat = value.reshape([-1])
+        flat = flat[:: -(-len(flat) // _LOOKED_AT)]
+        if hasattr(flat, "detach"):
+            flat = flat.detach().cpu()
+            flat = (flat.float() if str(flat.dtype) == "torch.bfloat16" else flat).numpy()
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError):  # none, or none of numpy's
+        return None
+    flat = flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
+    if flat.dtype.kind not in "biuf" or len(flat) < 2 or is_unwritten(flat):
+        return None
+    numbers = np.nan_to_num(flat.astype(np.float64), posinf=0.0, neginf=0.0)
+    if not (largest := np.abs(numbers).max()):
+        return None
+    order = np.argsort(np.round(numbers / largest, 9), kind="stable")
+    return zlib.crc32(order.astype("<i8").tobytes())
+
+
+def is_unwritten(values: Any) -> bool:
+    """Whether it seems to be memory as it was found, of an array that `empty` has made.
+
+    Pointers and the like are no numbers, or tiny ones.
+    """
+    if values.dtype not in (np.float32, np.float64):
+        return False
+    sizes = np.abs(values)
+    tiny = np.finfo(values.dtype).tiny
+    return not bool(((sizes == 0) | ((sizes >= tiny) & (sizes < 1e30))).all())
 
 
 def own_copy(value: Any) -> Any:

@@ -1,8 +1,10 @@
 """The elastic loop: epochs and steps of a training whose trainers may change at any step."""
 
+import linecache
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +50,8 @@ _SIZES = re.compile(
     r"|out of (?:range|bounds)|values to unpack|\belements?\b",
     re.I,
 )
+# `for i, step in enumerate(epoch):` counts what this process makes of a training.
+_COUNTS = re.compile(r"\bin enumerate\(\s*[\w.]+(?:\(\))?\s*(?:,\s*(?:start\s*=\s*)?\d+\s*)?\)\s*:")
 # PyTorch's and Paddle's words for a second backward pass over what the first has freed.
 _GRAPH_IS_GONE = re.compile(r"the graph a second time|backward twice for the same subgraph")
 
@@ -69,6 +73,7 @@ class Loop:
 
     _made: ClassVar[int] = 0  # in this process
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
+    _folders: ClassVar[set[str]] = set()  # of checkpoints, of the loops that it has made
     _rehearsal: ClassVar[Rehearsal | None] = None  # None: this process trains
     # Also of one whose making failed:
     _finished = False
@@ -226,6 +231,16 @@ class Loop:
         self._epoch: Epoch | None = None  # None: none was asked for
         self._number = Loop._made  # among those of this process
         env = TrainerEnv.read(os.environ)
+        if settings.checkpoint in Loop._folders:
+            text = (
+                f"checkpoint: {settings.checkpoint!r} is that of a loop before in this script, "
+                f"whose training it holds; give each loop of a script a folder of its own"
+            )
+            if env.channel is not None:
+                raise UsageError(text)
+            logger.warning("%s", text)
+        if settings.checkpoint is not None:
+            Loop._folders.add(settings.checkpoint)
         self._joiner = StageJoiner(
             settings,
             self._source,
@@ -352,6 +367,7 @@ class Loop:
         Raises:
             UsageError: an epoch was left before its last step.
         """
+        self._warn_of_count("epochs", "epoch.number")
         while self._steps is None or not self._steps.stage.progress.is_finished:
             epoch = self._epoch = Epoch(self._find_epoch, self._run_epoch)
             if self._steps is None:
@@ -639,6 +655,7 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._has_come_to_steps:
             self._has_come_to_steps = True
+            self._warn_of_count("steps", "step.index or step.number")
             self._framework.state.uncarried_changes()  # remembers what the model is like
         if self._steps is None:
             self._changes.note()
@@ -668,6 +685,19 @@ class Loop:
             steps.stage.member.activity.begin(Doing.STEPPING)
         steps.stage.member.activity.begin(Doing.BETWEEN)
         self._seed_outside_of_steps(1)
+
+    def _warn_of_count(self, of: str, instead: str) -> None:
+        """Say what a count of the script's is of, if it counts what the caller yields."""
+        frame = sys._getframe(1).f_back
+        if frame is None or self.rank != 0:
+            return
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        if _COUNTS.search(linecache.getline(file, number)):
+            logger.warning(
+                "%s:%d: enumerate counts the %s of this process, and begins anew in a trainer that "
+                "starts later; where more than a printed line depends on it, take %s",
+                file, number, of, instead,
+            )  # fmt: skip
 
     def _seed_outside_of_steps(self, part: int) -> None:
         epoch = self._entered().cursor.epoch

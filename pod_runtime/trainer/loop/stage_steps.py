@@ -227,7 +227,17 @@ class StageSteps:
         Raises:
             UsageError: something does, and the training has just begun.
         """
-        changed = self.stage.framework.beside.changed(copies=is_first)
+        framework, member = self.stage.framework, self.stage.member
+        changed = framework.beside.changed(copies=is_first)
+        if self.cursor.global_step == 1 and member.world_size > 1:
+            kinds, values = framework.beside.of_models()
+            if member.first_difference([kinds]) is None and member.first_difference([values]) == 0:
+                raise UsageError(
+                    f"a model beside the loop's has not the same values on all trainers, as one "
+                    f"(a teacher, a target) that is built of random numbers has in each process: "
+                    f"call {framework.seeding} before it is built, or pass it in extra={{...}}, "
+                    f"frozen: all of them have that of one then"
+                )
         if not changed:
             return
         text = (

@@ -1,5 +1,6 @@
 """Become a member of a stage: connect to the launcher, form the group, take over the state."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ from pod_runtime.trainer.state.snapshot import SnapshotSegment, newest_status, r
 from pod_runtime.trainer.state.storage import check_outlives_pod, open_storage
 
 logger = logging.getLogger(__name__)
+
+_CONSTANTS = "constants"  # among the terms: what layers keep outside of a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,6 +451,7 @@ class StageJoiner:
             **({} if source.sampling is None else {"sampler": source.sampling.name}),
             **({"stream": type(source.dataset).__name__} if source.is_stream else {}),
             **self.framework.terms(),
+            _CONSTANTS: self.framework.state.constants(),
         }
 
     def _run(self) -> RunInfo:
@@ -477,6 +481,7 @@ class StageJoiner:
             where=where,
             seeding=self.framework.seeding,
         )
+        self._check_constants(status, where)
         promise = continued_promise(status, self._settings.promise, where)
         if promise != status.promise:
             logger.info("promise: %s was made with %r, goes on with %r",
@@ -490,6 +495,25 @@ class StageJoiner:
             )
         self._orders.known(status)
         return replace(status.for_run(run), promise=promise)
+
+    def _check_constants(self, status: LoopStatus, where: str) -> None:
+        """See that layers hold outside of the state what those that made it hold.
+
+        Raises:
+            StateError: they do not, in the job that has made it: each process has its own.
+        """
+        before = json.loads(status.terms or "{}").get(_CONSTANTS)
+        if before is None or before == json.loads(to_text(self._terms))[_CONSTANTS]:
+            return
+        text = (
+            f"model: {where} was made with other values of what layers keep in no state_dict (a "
+            f"permutation, random features); what is drawn for the model differs in every process: "
+            f"call {self.framework.seeding} before it is built, or make it a buffer of the state "
+            f"(register_buffer)"
+        )
+        if self._plan.restore_from is not None:
+            raise StateError(text)
+        logger.warning("%s", text)  # a script may be edited between two jobs
 
     @contextmanager
     def _as_victim(self) -> Iterator[None]:

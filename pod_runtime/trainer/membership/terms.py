@@ -21,8 +21,8 @@ from pod_runtime.trainer.progress.epoch_order import OrderRecord
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
     "int(time.time()), random.random(), a host's name or a count of its files, or a split of data "
-    "without a seed, differs from trainer to trainer; write it down once, in the script or its "
-    "arguments"
+    "or a permutation without a seed, differs from trainer to trainer; write it down once, in the "
+    "script or its arguments, and seed all generators first"
 )
 
 

@@ -16,6 +16,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
+from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
 from pod_runtime.trainer.membership.stage import StageJoiner
@@ -229,6 +230,64 @@ def test_what_no_state_can_carry_is_named_once():
         "the optimizer's parameters",
     ]
     assert traits.uncarried_changes() == []
+
+
+@pytest.mark.parametrize("framework", ["paddle", "torch"])
+def test_what_layers_keep_outside_of_a_state_is_known_by_its_order_and_not_by_its_rounding(
+    framework: str,
+):
+    torch = pytest.importorskip("torch") if framework == "torch" else None
+    base: Any = torch.nn.Module if torch else nn.Layer
+    tensor: Any = torch.tensor if torch else paddle.to_tensor
+
+    class Flow(base):
+        def __init__(self, values: dict[str, Any]) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2) if torch else nn.Linear(2, 2)
+            for name, value in values.items():
+                setattr(self, name, value)
+
+    def constants(**values: Any) -> list[str]:
+        model: Any = Flow(values)
+        if torch is None:
+            sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        else:
+            sgd = torch.optim.SGD(model.parameters(), 0.1)
+        found: list[str] = make_framework(model, sgd, header_size=1).state.constants()
+        return found
+
+    order = np.random.RandomState(1).permutation(20)
+    kinds: list[Callable[[Any], Any]] = [lambda each: each, lambda each: tensor(each / 7)]
+    for kind in kinds:
+        (said,) = constants(order=kind(order))
+        assert said.startswith("order of layer Flow, which no state_dict has, with checksum ")
+        assert [said] == constants(order=kind(order)) != constants(order=kind(order[::-1].copy()))
+    (exact,) = constants(order=order / 7)
+    assert constants(order=order / 7 * (1 + 1e-12)) == [exact]
+    assert constants(room=np.zeros(9), name="a", count=3, sizes=[4, 5]) == []
+
+
+def test_a_training_that_goes_on_with_another_permutation_of_its_model_says_so(tmp_path, caplog):
+    """As one that is drawn without a seed when the model is built: no state has it."""
+
+    def train(order: list[int], epochs: int) -> list[str]:
+        caplog.clear()
+        model, optimizer = build()
+        model.order = np.array(order)
+        loop = elastic.Loop(
+            model, optimizer, Data(), batch_size=6, epochs=epochs, checkpoint=tmp_path
+        )
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+        return [each for each in caplog.messages if "which" not in each and "in no state" in each]
+
+    assert train([2, 0, 1], 1) == train([2, 0, 1], 2) == []
+    (said,) = train([0, 1, 2], 3)
+    assert said.startswith("model: the state of step 6 was made with other values")
+    assert "call paddle.seed(...) before it is built" in said
 
 
 def test_lists_of_a_layer_and_what_an_optimizer_keeps_beside_its_state_are_named_once():

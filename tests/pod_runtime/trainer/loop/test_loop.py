@@ -394,6 +394,30 @@ def test_a_training_stops_after_its_epoch_though_a_trainer_was_lost_since_it_was
     assert run(dies=False) == 8, "two epochs of four steps"
 
 
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_count_of_epochs_or_steps_that_begins_anew_in_a_later_trainer_is_told(caplog, is_right):
+    loop, model = make()
+    if is_right:
+        for number, epoch in enumerate(loop.epochs(), loop.epoch):
+            for index, step in enumerate(epoch, epoch.first_step):
+                assert (number, index) == (epoch.number, step.index)
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+    else:
+        for _number, epoch in enumerate(loop.epochs()):
+            for _index, step in enumerate(epoch, 1):
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+    said = [each for each in caplog.messages if "enumerate counts" in each]
+    assert len(said) == (0 if is_right else 2)
+    if said:
+        assert "test_loop.py" in said[0]
+        assert said[0].endswith("take epoch.number")
+        assert said[1].endswith("take step.index or step.number")
+
+
 def test_forgetting_update_is_an_error():
     loop, _model = make()
     steps = iter(next(iter(loop.epochs())))

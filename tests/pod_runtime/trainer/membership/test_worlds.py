@@ -136,6 +136,31 @@ def test_ranks_that_make_their_own_seeds_are_refused_at_a_fresh_start_and_none_h
     assert not (job.run_dir / "ledger.jsonl").exists()
 
 
+def test_loops_of_a_script_with_one_folder_of_checkpoints_are_refused(launch, tmp_path: Path):
+    """The second one would go on from the first one's state, and the stage's number be too low."""
+    job = launch("again.py", 1)
+    stage = job.start(1, "--out", str(job.folder), "--checkpoint", str(tmp_path / "checkpoint"))
+    stage.go()
+    assert stage.codes() == [1], stage.logs()
+    assert "checkpoint' is that of a loop before in this script" in stage.logs()
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--own_target", r"UsageError: a model beside the loop's has not the same values on all"),
+        ("--own_table", r"UsageError: constants: entry 0 of rank 1 is 'table of layer Counter"),
+    ],
+)
+def test_what_each_rank_has_drawn_for_itself_before_the_loop_is_refused(launch, flag, text):
+    job = launch("counting.py", 2)
+    stage = job.start(2, *out(job, flag))
+    if flag == "--own_target":
+        stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    assert stage.logs().count(text) == 2, stage.logs()
+
+
 def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_old_go_on(launch):
     job = launch("counting.py", 2)
     old = job.start(1, *out(job))

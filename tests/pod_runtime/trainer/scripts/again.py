@@ -14,6 +14,7 @@ from pod_runtime import elastic
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--step_s", type=float, default=0.0)
+parser.add_argument("--checkpoint", help="one for all of them")
 args = parser.parse_args()
 
 data = [np.full(3, i, "float32") / 20 for i in range(20)]
@@ -21,7 +22,9 @@ descriptors, began = [], []
 for _ in range(3):
     model = paddle.nn.Linear(3, 1)
     optimizer = paddle.optimizer.Adam(0.05, parameters=model.parameters())
-    loop = elastic.Loop(model, optimizer, data, batch_size=6, epochs=1, snapshot_steps=1)
+    loop = elastic.Loop(
+        model, optimizer, data, batch_size=6, epochs=1, snapshot_steps=1, checkpoint=args.checkpoint
+    )
     began.append(loop.step_count)
     for epoch in loop.epochs():
         for step in epoch:

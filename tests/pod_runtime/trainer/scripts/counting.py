@@ -41,6 +41,8 @@ parser.add_argument(
 )
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
+parser.add_argument("--own_target", action="store_true", help="a frozen one, built unseeded")
+parser.add_argument("--own_table", action="store_true", help="of the model, drawn unseeded")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
 parser.add_argument("--only_rank_0", choices=("evaluate", "save_best"))
@@ -127,6 +129,15 @@ data = Ids()
 if args.workers:
     data = paddle.io.DataLoader(data, batch_size=32, shuffle=True, num_workers=args.workers)
 model, tally = Counter(), Tally()
+np.random.seed()
+paddle.seed(os.getpid())
+target = paddle.nn.Linear(3, 2) if args.own_target else None
+if target is not None:
+    target.eval()
+    for parameter in target.parameters():
+        parameter.stop_gradient = True
+if args.own_table:
+    model.table = np.random.permutation(40)
 rate = paddle.optimizer.lr.LambdaDecay(1.0, lambda _count: 1.0)
 optimizer = paddle.optimizer.SGD(rate if args.turn else 1.0, parameters=model.parameters())
 loop = elastic.Loop(

@@ -12,7 +12,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import seed_shard, seed_step
 from pod_runtime.trainer.errors import PeerLost, UsageError
-from pod_runtime.trainer.frameworks.plain_values import to_float
+from pod_runtime.trainer.frameworks.plain_values import is_of_script, to_float
 from pod_runtime.trainer.loop.shard_counters import ShardCounters
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
@@ -75,6 +75,22 @@ class StageSteps:
         if drawn is not None:
             self.stage.progress.begin_epoch(drawn)
         self.order, self.feed = self._read_from_cursor()
+
+    def numbers_of_data(self) -> dict[str, float]:
+        """Return the numbers that dataset and `collate_fn` have, by what to call them.
+
+        Of the script's own classes; what workers count is theirs.
+        """
+        source = self._source
+        readers = {id(each): each for each in (
+            source.dataset, source.collate, getattr(source.collate, "__self__", None)
+        ) if is_of_script(type(each).__module__)}  # fmt: skip
+        return {
+            f"{name} of {type(each).__name__}": value
+            for each in readers.values()
+            for name, value in getattr(each, "__dict__", {}).items()
+            if type(value) in (int, float)
+        }
 
     def begin(self) -> "TrainingStep":
         """Begin the step at the cursor."""
@@ -339,10 +355,14 @@ class TrainingStep(Step):
         return loss
 
     def _watch_shards(self) -> None:
-        self._steps.counters.begin(self._framework.state.numbers_of_layers())
+        self._steps.counters.begin(self._numbers())
 
     def _watch_shard(self) -> None:
-        self._steps.counters.end_shard(self._framework.state.numbers_of_layers())
+        self._steps.counters.end_shard(self._numbers())
+
+    def _numbers(self) -> dict[str, float]:
+        """Return numbers that a shard may move: of layers, and of what reads its samples."""
+        return self._framework.state.numbers_of_layers() | self._steps.numbers_of_data()
 
     def _end_shards(self) -> None:
         self._seed_outside_of_shards(1 + self._updates)

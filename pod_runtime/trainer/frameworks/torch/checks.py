@@ -1,6 +1,7 @@
 """Refuse what would go wrong silently: arguments, schedulers, and gradients that were touched."""
 
 import gc
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from pod_runtime.trainer.frameworks.unowned import (
     limited_norm,
     sparse_gradient,
 )
+
+logger = logging.getLogger(__name__)
 
 _PASS_IT = "pass all models and optimizers to the loop: Loop([a, b], [optimizer_a, optimizer_b])"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -166,6 +169,19 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
             )
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
     return owned
+
+
+def warn_of_hooks(model: Any) -> None:
+    """Say which parameters have hooks on their gradients: those see what a shard has made."""
+    names = [name for name, each in model.named_parameters() if each._backward_hooks]
+    if names:
+        logger.warning(
+            "model: %s%s has a hook (register_hook), which gets the gradient of each shard, "
+            "weighed by its share of the batch, and not that of the batch: one that clips or adds "
+            "noise does something else. Do that by optimizer.register_step_pre_hook, which finds "
+            "the whole gradient, or by step.clip(max_norm)",
+            names[0], f" (and {len(names) - 1} more)" if len(names) > 1 else "",
+        )  # fmt: skip
 
 
 def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:

@@ -16,6 +16,7 @@ from pod_runtime.trainer.frameworks.torch.checks import (
     check_scheduler,
     trained_parameters,
     unowned_parameters,
+    warn_of_hooks,
 )
 from pod_runtime.trainer.frameworks.torch.data import TorchData
 from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
@@ -61,6 +62,7 @@ def torch_framework(
     model = _joined(model, models)
     first, *_others = [trained_parameters(model, each) for each in optimizers]
     device = first[0].device
+    warn_of_hooks(model)
     give_own_memory(model)
     if scaler is not None and not scaler.is_enabled():
         scaler = None

@@ -369,6 +369,63 @@ def test_workers_seed_generators_of_their_own_anew_in_each_epoch_and_the_same_in
     assert run(1) == found != run(2)
 
 
+def test_a_hook_on_a_parameter_is_told_and_one_of_the_optimizer_finds_the_whole_gradient(caplog):
+    def train(at: str, shards: int) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if at == "parameter":
+            model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        else:
+            optimizer.register_step_pre_hook(
+                lambda *_args: nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            )
+        loop = elastic.Loop(model, optimizer, DATA, batch_size=10, epochs=1, shards=shards)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for inputs, _index in step:
+                    step.backward(-9 * model(inputs).mean())
+                step.update()
+        found: list[float] = model.weight.flatten().tolist()
+        return found
+
+    assert train("optimizer", 2) == pytest.approx(train("optimizer", 1))
+    assert "register_hook" not in caplog.text
+    assert train("parameter", 2) != pytest.approx(train("parameter", 1))
+    assert (
+        "model: weight has a hook (register_hook), which gets the gradient of each" in caplog.text
+    )
+
+
+class Sized(Dataset):
+    """Has its batches in sizes that it changes by a count of its own, as many detectors do."""
+
+    def __init__(self) -> None:
+        self.batches, self.size = 0, 2
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1,), index / 24)
+
+    def collate(self, samples: list[Any]) -> Any:
+        self.batches += 1
+        return torch.stack(samples)
+
+
+def test_a_count_of_the_dataset_that_moves_with_each_shard_is_told(caplog):
+    model, data = nn.Linear(1, 1), Sized()
+    loader = DataLoader(data, batch_size=4, collate_fn=data.collate)
+    loop = elastic.Loop(model, torch.optim.SGD(model.parameters(), 0.1), loader, epochs=1, shards=2)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for inputs in step:
+                step.backward(model(inputs).mean())
+            step.update()
+    assert "batches of Sized: moves with every shard that this trainer computes" in caplog.text
+
+
 def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path):
     expected, _seen = train(None, epochs=4)
     train(tmp_path / "ckpt", epochs=2)

@@ -223,7 +223,8 @@ def is_another(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> boo
     """Return whether two teachers serve different models or versions; None: unknown.
 
     Equal or different names alone prove nothing: the default name is that of a folder. Nor do equal
-    versions: teachers may always call theirs "1". Other shapes of the predictions do.
+    versions: teachers may always call theirs "1". Other shapes of the predictions do, and integers
+    in place of floats.
     """
     if one.digest and other.digest:
         return one.digest != other.digest
@@ -239,22 +240,26 @@ def _is_transposed(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _differing_output(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> str:
-    """Return the first prediction whose shapes disagree; "": as far as they are told, none does."""
+    """Return the first prediction whose shapes or kinds of numbers disagree.
+
+    "": as far as they are told, none does.
+    """
     if not (one.is_exact and other.is_exact):
         return ""
     for name in predicts:
         first, second = find_tensor(one.outputs, name), find_tensor(other.outputs, name)
         if first is None or second is None or first.unusable or second.unusable:
             continue
-        if len(first.shape) != len(second.shape) or any(
-            a != b and -1 not in (a, b) for a, b in zip(first.shape, second.shape, strict=True)
-        ):
+        shapes = len(first.shape) == len(second.shape) and all(
+            a == b or -1 in (a, b) for a, b in zip(first.shape, second.shape, strict=True)
+        )
+        if not shapes or np.dtype(first.dtype).kind != np.dtype(second.dtype).kind:
             return name
     return ""
 
 
 def versions_of(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> tuple[str, str]:
-    """Return model and version of both for a message, and the shapes of what shows the difference.
+    """Return model and version of both for a message, and what shows the difference.
 
     See `is_another`.
     """
@@ -265,7 +270,7 @@ def versions_of(one: ModelSpec, other: ModelSpec, predicts: Sequence[str]) -> tu
     name = _differing_output(one, other, predicts)
     if name:
         texts = [
-            f"{text} ({name} of shape {list(spec.output(name).shape)})"
+            f"{text} ({name}: {spec.output(name).dtype} of shape {list(spec.output(name).shape)})"
             for text, spec in zip(texts, (one, other), strict=True)
         ]
     return texts[0], texts[1]

@@ -722,6 +722,12 @@ def other_shape(endpoint: str, *shape: int, is_exact: bool = True) -> FakeTeache
     return FakeTeacher(endpoint, replace(spec, outputs=outputs, is_exact=is_exact), delay_s=0.002)
 
 
+def other_type(endpoint: str, dtype: str) -> FakeTeacher:
+    spec = FakeTeacher("x:1").spec
+    outputs = (spec.outputs[0], replace(spec.outputs[1], dtype=dtype))
+    return FakeTeacher(endpoint, replace(spec, outputs=outputs), delay_s=0.002)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_mixed"),
     [
@@ -732,9 +738,11 @@ def other_shape(endpoint: str, *shape: int, is_exact: bool = True) -> FakeTeache
         (other_shape("a:1", 2, 3), other_shape("b:1", 2), False),
         (other_shape("a:1", 2, 3), other_shape("b:1", -1, 3), True),
         (other_shape("a:1", 2, 3), other_shape("b:1", 2, 4, is_exact=False), True),
+        (other_type("a:1", "float32"), other_type("b:1", "int64"), False),
+        (other_type("a:1", "float32"), other_type("b:1", "float16"), True),
     ],
     ids=["digests", "versions", "of one nothing is known", "classes", "axes", "an open length",
-         "a prototxt's shape"],
+         "a prototxt's shape", "integers", "another precision"],
 )  # fmt: skip
 def test_teachers_of_two_versions_do_not_answer_in_one_iteration(
     read, caplog, one, other, is_mixed

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import random
+import re
 import secrets
 import socket
 import threading
@@ -312,6 +313,8 @@ class StudentClient:
                 pausing = asyncio.create_task(self._pause())
                 await asyncio.wait((working, pausing), return_when=asyncio.FIRST_COMPLETED)
                 pausing.cancel()
+                if balancer.view.away is not None and not self._held:
+                    self.trouble = f"service {self._service}: {balancer.view.away}"
                 balancer.update(self._service, self._student())
             await working
         except asyncio.CancelledError:
@@ -345,5 +348,5 @@ class StudentClient:
 
 def student_name() -> str:
     """Return a unique name that tells people which process it is."""
-    host = "".join(each if each.isalnum() or each in "-." else "-" for each in socket.gethostname())
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     return f"s-{host[:60]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -76,6 +76,7 @@ class RedisRegistry:
         except ImportError as error:
             raise UsageError(_NEEDED) from error
         self._errors: tuple[type[BaseException], ...] = (redis.RedisError, OSError, TimeoutError)
+        self._refused = redis.ResponseError
         self._addresses = tuple(addresses)
         self._clients = [_client(address) for address in addresses]
         self._at = 0
@@ -137,13 +138,13 @@ class RedisRegistry:
             pipe.pexpire(key, round(lease_s * 1000))
             created, _ = await pipe.execute()
             if created:
-                await client.publish(_CHANNEL, service)
+                await self._tell(client, service)
 
     async def drop_teacher(self, service: str, endpoint: str) -> None:
         """See Registry."""
         async with self._turn(), self._redis() as client:
             if await client.delete(_key(service, "nodes", endpoint)):
-                await client.publish(_CHANNEL, service)
+                await self._tell(client, service)
 
     async def put_students(
         self, students: Sequence[tuple[str, Student]], *, are_new: bool
@@ -162,9 +163,9 @@ class RedisRegistry:
             services = sorted({service for service, _ in students})
             for service in services:
                 pipe.pexpire(_key(service, "table"), round(_TABLE_LEASE_S * 1000))
-                if are_new:
-                    pipe.publish(_CHANNEL, service)
             answers = await pipe.execute()
+            for service in services if are_new else ():
+                await self._tell(client, service)
         return [each for each, is_put in zip(students, answers, strict=False) if not is_put]
 
     async def drop_student(self, service: str, student: Student) -> None:
@@ -172,7 +173,7 @@ class RedisRegistry:
         key = _key(service, "students", student.student)
         async with self._redis() as client:
             if await client.eval(_DROP_STUDENT, 1, key, _digits(student.session)):
-                await client.publish(_CHANNEL, service)
+                await self._tell(client, service)
 
     async def restore(self, name: str, service: ServiceState, lease_s: float) -> None:
         """See Registry."""
@@ -186,8 +187,8 @@ class RedisRegistry:
                 key = _key(name, "students", student.student)
                 text = _digits(student.session) + student_text(student)
                 pipe.set(key, text, px=lease_ms, nx=True)
-            pipe.publish(_CHANNEL, name)
             await pipe.execute()
+            await self._tell(client, name)
 
     async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
         """See Registry. Compares with what `services` read last, even if that is not a table."""
@@ -198,7 +199,7 @@ class RedisRegistry:
             is_put = await client.eval(_PUT_TABLE, 1, _key(service, "table"), known, text, lease_ms)
             if is_put:
                 self._raw_tables[service] = text
-                await client.publish(_CHANNEL, service)
+                await self._tell(client, service)
         return bool(is_put)
 
     async def watch(self, changed: Callable[[], None]) -> None:
@@ -231,6 +232,11 @@ class RedisRegistry:
     @property
     def _name(self) -> str:
         return str(self._addresses[self._at])
+
+    async def _tell(self, client: Any, service: str) -> None:
+        """Tell others that something is new. They look twice a second by themselves, too."""
+        with contextlib.suppress(self._refused):  # by a user of Redis who may use no channel
+            await client.publish(_CHANNEL, service)
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -208,7 +209,8 @@ class DiscoveryServer:
 
     def legacy_name(self) -> str:
         """Return a unique name for a student of the original, which sends none."""
-        return f"legacy-{socket.gethostname()[:40]}-{time.time_ns():x}-{next(self._numbers)}"
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+        return f"legacy-{host[:40]}-{time.time_ns():x}-{next(self._numbers)}"
 
     def _log(self, text: str) -> None:
         now = time.monotonic()

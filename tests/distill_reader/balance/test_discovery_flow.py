@@ -1,7 +1,10 @@
 """Teachers and students come and go: with a registry in memory, and with several servers on one
 Redis."""
 
+import socket
+
 import pytest
+import redis
 
 from distill_reader.balance.client import FeedStats
 from distill_reader.balance.table import Measured
@@ -140,3 +143,29 @@ def test_teachers_by_the_loopback_address_of_another_host_are_not_used(run, monk
     wait_until(lambda: student.teachers == {"10.9.8.7:9292"})
     assert all(set(told) <= {"10.9.8.7:9292"} for told in student.told)
     assert "is each host's own: start that with --bind or --advertise" in caplog.text
+
+
+def test_a_host_may_have_any_name(servers, run, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "小明 PC/1")
+    teacher = run(LocalTeacher, servers[0].endpoint)
+    student = run(LocalStudent, servers[0].endpoint)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+    original = run(RawClient, servers[0].endpoint)
+    register = {"type": "register", "service_name": "svc", "seq": 0, "num": 1}
+    assert original.ask(register)["servers"] == [teacher.endpoint]
+
+
+def test_a_user_of_redis_need_not_be_allowed_any_channel(redis_server, run):
+    with redis.Redis(port=redis_server.port) as admin:
+        admin.acl_setuser(
+            "edl", enabled=True, passwords=["+secret"], keys=["*"], categories=["+@all"]
+        )
+    where = f"redis://edl:secret@{redis_server.endpoint}"
+    student = run(LocalStudent, where)
+    teacher = run(LocalTeacher, where)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+
+
+def test_a_student_of_a_redis_that_refuses_it_knows_why_it_has_no_teacher(redis_server, run):
+    student = run(LocalStudent, f"redis://nobody:secret@{redis_server.endpoint}")
+    wait_until(lambda: "invalid username-password pair" in student.client.trouble)

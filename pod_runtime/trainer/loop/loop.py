@@ -231,12 +231,13 @@ class Loop:
         self._epoch: Epoch | None = None  # None: none was asked for
         self._number = Loop._made  # among those of this process
         env = TrainerEnv.read(os.environ)
+        self._is_in_job = env.channel is not None
         if settings.checkpoint in Loop._folders:
             text = (
                 f"checkpoint: {settings.checkpoint!r} is that of a loop before in this script, "
                 f"whose training it holds; give each loop of a script a folder of its own"
             )
-            if env.channel is not None:
+            if self._is_in_job:
                 raise UsageError(text)
             logger.warning("%s", text)
         if settings.checkpoint is not None:
@@ -271,7 +272,16 @@ class Loop:
         """Return the steps of this trainer's stage.
 
         Enters the stage first if that has not happened, which may wait for its commit.
+
+        Raises:
+            UsageError: in a job, the script has made another loop, and has not ended this one.
         """
+        if self._is_in_job and not self._finished and Loop._newest is not self:
+            raise UsageError(
+                "two loops at once: the script has made another one since, and in a job one trains "
+                "at a time. Train them one after the other, or both models by one loop: "
+                "Loop([a, b], [optimizer_a, optimizer_b], ...)"
+            )
         if self._steps is None:
             self._changes.note()
             with borrowed_numbers(self._framework.data):

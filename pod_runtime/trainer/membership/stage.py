@@ -45,7 +45,7 @@ from pod_runtime.trainer.state.storage import check_outlives_pod, open_storage
 
 logger = logging.getLogger(__name__)
 
-_CONSTANTS = "constants"  # among the terms: what layers keep outside of a state
+_CONSTANTS = "constants of the model"  # among the terms: what layers keep outside of a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ def test_a_process_stays_through_so_many_changes_and_then_says_that_it_will_not(
     stage = made.start_and_step(2)
     for _ in range(MOST_GROUPS):
         stage = made.change(stage, [1, 0])
-    assert [said.get("stage") for said in stage.wait_all("cannot_join")] == [None, None]
+    assert [said.get("stage") for said in stage.wait_all("cannot_join")] == [0, 0]
     made.join(stage, [0, 1])
     number = stage.number + 1
     wait_until(

@@ -145,11 +145,21 @@ def test_loops_of_a_script_with_one_folder_of_checkpoints_are_refused(launch, tm
     assert "checkpoint' is that of a loop before in this script" in stage.logs()
 
 
+def test_two_loops_that_take_turns_are_told_so(launch):
+    job = launch("again.py", 1)
+    stage = job.start(1, "--out", str(job.folder), "--in_turn")
+    stage.go()
+    wait_until(lambda: len(stage.trainers[0].words("loaded")) == 2, 90)
+    stage.go()
+    assert stage.codes() == [1], stage.logs()
+    assert "UsageError: two loops at once: the script has made another one since" in stage.logs()
+
+
 @pytest.mark.parametrize(
     ("flag", "text"),
     [
-        ("--own_target", r"UsageError: a model beside the loop's has not the same values on all"),
-        ("--own_table", r"UsageError: constants: entry 0 of rank 1 is 'table of layer Counter"),
+        ("--own_target", "UsageError: a model beside the loop's has not the same values on all"),
+        ("--own_table", "UsageError: constants of the model: entry 0 of rank 1 is 'table of layer"),
     ],
 )
 def test_what_each_rank_has_drawn_for_itself_before_the_loop_is_refused(launch, flag, text):

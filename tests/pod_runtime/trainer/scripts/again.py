@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--checkpoint", help="one for all of them")
+parser.add_argument("--in_turn", action="store_true", help="make two, and begin with the first")
 args = parser.parse_args()
 
 data = [np.full(3, i, "float32") / 20 for i in range(20)]
@@ -25,6 +26,8 @@ for _ in range(3):
     loop = elastic.Loop(
         model, optimizer, data, batch_size=6, epochs=1, snapshot_steps=1, checkpoint=args.checkpoint
     )
+    if args.in_turn:
+        other = elastic.Loop(model, optimizer, data, batch_size=6, epochs=1)
     began.append(loop.step_count)
     for epoch in loop.epochs():
         for step in epoch:

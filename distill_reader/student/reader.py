@@ -263,7 +263,8 @@ class DistillReader:
         """Pad samples of different lengths to the next multiple, so that they share requests.
 
         Only samples of one shape are computed together. You get the fields as they were. The model
-        must give the same result for a padded sample; most need the mask as a field of its own.
+        must give the same result for a padded sample; most need the mask as a field of its own. One
+        sample is asked for as it is, too, and another result is an error.
 
         Args:
             fields: the field to pad on its first axis (in batches, the first after the samples);

@@ -93,6 +93,26 @@ class ItemPiece:
         )
 
 
+def unpadded(piece: ItemPiece, padded: Sequence[int]) -> ItemPiece | None:
+    """Return the first sample as it was before it was padded; None: it was not padded.
+
+    Args:
+        padded: which of the sent fields are.
+    """
+    lengths = piece.item.lengths
+    length = lengths[piece.first if len(lengths) > 1 else 0]
+    rows = [arrays[0][:1] for arrays in piece.rows]
+    for index in padded:
+        rows[index] = rows[index][:, :length]
+    signature = tuple([(row.dtype, row.shape[1:]) for row in rows])
+    if signature == piece.signature:
+        return None
+    size_bytes = sum([row.nbytes for row in rows])
+    return ItemPiece(
+        piece.item, piece.first, 1, tuple([[row] for row in rows]), signature, size_bytes
+    )
+
+
 class ReaderItem:
     """What the generator yielded once, and the answers to it so far."""
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from distill_reader.backoff import backoff_s
 from distill_reader.errors import (
     BadRequest,
@@ -24,13 +26,15 @@ from distill_reader.errors import (
     TeacherGone,
     TeacherTimeout,
     TransientFailure,
+    UsageError,
 )
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.batches.feed import Feed, Request, RequestLimits
+from distill_reader.student.batches.items import unpadded
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.batches.tries import Blame
 from distill_reader.student.cache.label_cache import LabelCache
-from distill_reader.student.clients.client import TeacherClient
+from distill_reader.student.clients.client import Array, TeacherClient
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import Padding
 from distill_reader.student.pool.pace import Pace
@@ -48,6 +52,8 @@ _MOST_REST_S = 1.0  # for a teacher that is busy again and again
 _FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
 _TIMEOUT_LOSSES = 3  # a timeout counts as so many lost connections
+# Of the spread of an answer's values: by more a padded sample's differ not for rounding alone.
+_MOST_DIFFERENCE = 0.02
 
 _Error = TypeVar("_Error", bound=DistillError)
 
@@ -118,6 +124,7 @@ class TeacherPool:
         self._singles = 0  # requests of one sample, in a row
         self._has_warned = False  # of those
         self._met: tuple[str, ModelSpec] | None = None  # the first teacher and its model
+        self._trusts_padding = settings.padding is None
         self._threads: set[threading.Thread] = set()
         self._numbers = itertools.count()
 
@@ -337,6 +344,8 @@ class TeacherPool:
                 with self._lock:
                     self._refuse(teacher, flight, mapping.named(error))
                 continue
+            if not self._trusts_padding:
+                self._check_padding(client, mapping, request, columns, timeout_s)
             cache = self._settings.cache
             if cache is not None:
                 with self._lock:
@@ -355,6 +364,55 @@ class TeacherPool:
                 if self._feed.is_ready:
                     self._ready.notify()
                 self._grow(teacher)
+
+    def _check_padding(
+        self,
+        client: TeacherClient,
+        mapping: RequestMapping,
+        request: Request,
+        columns: Sequence[Array],
+        timeout_s: float,
+    ) -> None:
+        """Ask for a sample as it was before it was padded, too: its predictions must be the same.
+
+        Raises:
+            UsageError: they are not.
+            TransientFailure: the connection ended.
+        """
+        padding = self._settings.padding
+        assert padding is not None
+        padded = [self._settings.sent.index(name) for name, _ in padding.values]
+        at = 0
+        for piece in request.pieces:
+            bare = unpadded(piece, padded)
+            if bare is not None:
+                break
+            at += piece.samples
+        else:
+            return
+        try:
+            asked = mapping.feeds(Request([bare], bare.signature, 1))
+            answer = client.predict(asked, mapping.columns, timeout_s=timeout_s)
+            alone = mapping.outputs(answer, 1)
+        except (BadRequest, TeacherFailed):
+            self._trusts_padding = True  # the model takes padded samples alone
+            return
+        except (TeacherGone, TeacherTimeout):
+            self._trusts_padding = True  # it may even end by that: not again
+            raise
+        for name, column, other in zip(mapping.columns, columns, alone, strict=True):
+            row, own = column[at], other[0]
+            row = row[tuple(map(slice, own.shape))]  # of an output with a value per position
+            if row.dtype.kind != "f" or row.shape != own.shape or not row.size:
+                continue
+            most = _MOST_DIFFERENCE * np.ptp(column.astype(np.float64))
+            if most and np.abs(row.astype(np.float64) - own.astype(np.float64)).max() > most:
+                raise UsageError(
+                    f"padding: {mapping.endpoint}: output {name}: a padded sample gets another "
+                    "answer than the sample as it is: give the model a mask as a further field, "
+                    "with padding value 0, or leave out set_padding"
+                )
+        self._trusts_padding = True
 
     def _timeout_s(self, teacher: Teacher, request: Request) -> float:
         """Return how long to wait for an answer, given the requests before it."""

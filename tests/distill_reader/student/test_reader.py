@@ -208,6 +208,49 @@ def test_padded_lists_and_batches_come_back_as_long_as_they_were(make):
             check_sentence(index, [column[sample] for column in columns])
 
 
+WORDS = replace(
+    TOKENS,
+    inputs=TOKENS.inputs[:1],
+    outputs=tuple(
+        TensorSpec(name=name, dtype="float32", shape=shape)
+        for name, shape in (("mean", (2,)), ("each", (-1,)))
+    ),
+)
+
+
+def means(inputs: Any) -> Any:
+    """What depends on padding: the mean over all positions."""
+    each = inputs["ids"].astype(np.float32)
+    mean = each.mean(axis=1, keepdims=True)
+    return {"mean": np.concatenate([mean, -mean], 1), "each": each * mean}
+
+
+@pytest.mark.parametrize("predicts", ["mean", "each"])
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_a_model_whose_answer_depends_on_padding_is_refused(make, predicts, is_batch: bool):
+    reader = make(FakeTeacher("a:1", WORDS, means), ins=("ids",), predicts=(predicts,))
+    reader.set_padding("ids", multiple_of=8, outputs=["each"] if predicts == "each" else [])
+    texts = [(np.arange(1, 2 + length),) for length in range(1, 20)]
+    if is_batch:
+        reader.set_batch_generator([(np.stack([ids] * 3),) for (ids,) in texts])
+    else:
+        reader.set_sample_generator(texts)
+    with pytest.raises(UsageError, match=f"output {predicts}: a padded sample gets another answer"):
+        list(reader())
+
+
+def test_a_model_that_takes_padded_samples_alone_is_trusted(make):
+    def of_8(inputs: Any) -> Any:
+        if inputs["ids"].shape[1] != 8:
+            raise BadRequest("ids: expected 8 positions")
+        return means(inputs)
+
+    reader = make(FakeTeacher("a:1", WORDS, of_8), ins=("ids",), predicts=("mean",))
+    reader.set_padding("ids", multiple_of=8, outputs=[])
+    texts = [(np.arange(1, 2 + length),) for length in range(1, 7)]
+    assert len(list(reader.set_sample_generator(texts)())) == 6
+
+
 @pytest.mark.parametrize(
     ("options", "given", "words"),
     [

@@ -222,7 +222,8 @@ def attach_status(pod: LauncherState, pid: int, highest_stage: int) -> Attach:
 def _phase(run: StageRun) -> PodStagePhase:
     if run.trouble is not None and not (run.ending and not run.alive):
         return PodStagePhase.FAILED
-    if not run.alive:
+    # Trainers that have succeeded are about to be told of by EXITED: nothing has ended them.
+    if not run.alive and (run.ending or not run.succeeded):
         return PodStagePhase.ENDED
     if run.parked:
         return PodStagePhase.PARKED

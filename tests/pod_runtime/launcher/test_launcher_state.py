@@ -731,6 +731,23 @@ def test_the_truth_names_the_phase():
     assert attach_status(pod.pod, 1, 0).failure is None
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_trainers_that_have_succeeded_are_not_lost_to_a_server_that_is_back(elastic):
+    """It takes ENDED, unless it has ordered that, for a loss, and runs the script once more."""
+    pod = Simulated()
+    if elastic:
+        pod.train()
+        pod.say(0, Done(step=20))
+    else:
+        pod.told(plan(1, Order.START))
+        pod.told(plan(1, Order.GO))
+    pod.die(0, 0)
+    assert of(pod.die(1, 0), Exit)
+    assert attach_status(pod.pod, 1, 0).phase is PodStagePhase.TRAINING
+    pod.told(plan(1, Order.END))
+    assert attach_status(pod.pod, 1, 0).phase is PodStagePhase.ENDED
+
+
 EVENTS = st.one_of(
     st.tuples(
         st.just("order"),

@@ -64,7 +64,7 @@ def find_job(
         FatalError: the server refuses this client.
     """
     backoff, logged = _backoff(), ""
-    delay_s = 0.0
+    delay_s, heard = 0.0, False
     while True:
         try:
             jobs = [job.spec for job in api.jobs() if not job.state.ended]
@@ -73,6 +73,8 @@ def find_job(
             served = [spec.job_id for spec in jobs if spec.job_id in known]
             names = served if len(served) == 1 else names
         except Retryable as error:
+            if error.status == 404 and not heard:
+                raise FatalError(f"--job_server: no job server: {error}") from None
             names, text = [], f"the job server does not answer, trying again: {error}"
             delay_s = backoff.next_s()
         except Rejected as error:
@@ -80,7 +82,7 @@ def find_job(
         else:
             text = "the job server has no job to run; waiting for one (see `edl submit`)"
             backoff.reset()
-            delay_s = NO_JOB_S
+            delay_s, heard = NO_JOB_S, True
         if len(names) > 1:
             shown = ", ".join(sorted(names))
             raise SetupError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")

@@ -154,6 +154,7 @@ try:
     ApiClient(url, read_token(token_file[0] if token_file else None, os.environ)).health()
 except (ApiError, ConfigError) as error:
     print(error)
-    sys.exit(1 if isinstance(error, Retryable) else 4 if isinstance(error, Unauthorized) else 3)
+    away = isinstance(error, Retryable) and error.status != 404  # 404: of another web server
+    sys.exit(1 if away else 4 if isinstance(error, Unauthorized) else 3)
 PYTHON
 }

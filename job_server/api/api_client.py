@@ -59,6 +59,9 @@ _REJECTED: Mapping[int, type[Rejected]] = {
     409: Conflict,
     410: Gone,
 }
+# Unless they come in a job server's words: they are of what stands before it, such as a proxy that
+# has no route while the server is started again, or that bounds how often one may ask.
+_OF_PROXIES = frozenset({404, 408, 410, 425, 429})
 
 
 class ApiClient:
@@ -354,12 +357,14 @@ class ApiClient:
             return response
         told = _told(response)
         text = told or f"HTTP {response.status_code} {response.reason}"
-        if response.status_code in _REJECTED:
-            raise _REJECTED[response.status_code](text)
-        if 400 <= response.status_code < 500:
-            raise BadRequest(text, response.status_code)
+        if told is not None or response.status_code not in _OF_PROXIES:
+            if response.status_code in _REJECTED:
+                raise _REJECTED[response.status_code](text)
+            if 400 <= response.status_code < 500:
+                raise BadRequest(text, response.status_code)
         away = ServerAway(f"{self.url}: {text}", _retry_after_s(response))
         away.answers = response.status_code == 503 and told is not None
+        away.status = response.status_code
         raise away
 
 

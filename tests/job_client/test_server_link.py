@@ -75,6 +75,14 @@ def test_a_server_that_refuses_us_ends_the_wait():
         find_job(Script(Unauthorized("token: missing")), never)
 
 
+def test_a_404_of_a_proxy_is_waited_out_where_the_server_was_heard_before():
+    gone = ServerAway("HTTP 404 Not Found")
+    gone.status = 404
+    assert find_job(Script((), gone, (Job("a"),)), never) == "a"
+    with pytest.raises(FatalError, match="no job server: HTTP 404"):
+        find_job(Script(gone), never)
+
+
 def test_asked_to_end_it_does_not_wait_any_longer():
     assert find_job(Script(()), lambda _timeout_s: True) is None
 

@@ -202,6 +202,9 @@ class Stranger(http.server.BaseHTTPRequestHandler):
             "/moved": (302, b""),
             "/full": (503, b'{"error": "the database cannot be written"}'),
             "/proxy": (503, b"<html>"),
+            "/no_route": (404, b"404 page not found"),  # as Traefik, while the server is away
+            "/idle": (408, b"<html>"),
+            "/too_often": (429, b"{}"),
         }.get(self.server.answer, (200, b"{}"))  # type: ignore[attr-defined]  # set by the test
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -226,7 +229,20 @@ def stranger(answer: str) -> Iterator[str]:
     thread.join()
 
 
-@pytest.mark.parametrize("answer", ["/html", "/list", "/broken", "/moved", "/empty", "/proxy"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "/html",
+        "/list",
+        "/broken",
+        "/moved",
+        "/empty",
+        "/proxy",
+        "/no_route",
+        "/idle",
+        "/too_often",
+    ],
+)
 def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
     with stranger(answer) as address, ApiClient(address) as api, pytest.raises(ServerAway) as away:
         api.health()

@@ -927,6 +927,12 @@ def explain_error(error: BaseException) -> str:
     here = None if step is None else step.shard_samples
     if step is None or here is None or here == step.samples or not _SIZES.search(str(error)):
         return ""
+    if here == 1 and "more than 1 value per channel" in str(error):
+        return (
+            f"the last shard of a batch of {step.samples} has one sample, of which batch norm can "
+            f"make no statistics: leave short batches out (drop_last=True), or take another "
+            f"batch_size"
+        )
     hint = (
         f"the batch of {step.samples} is cut into shards, and the loop's body has one of {here} "
         f"here: take sizes from the shard (len), not from the batch size"

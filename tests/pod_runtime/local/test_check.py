@@ -106,6 +106,10 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
         "note: gradients: those of 3 shards differ",
         False,
     ),
+    "no short batch": (
+        {"range(100)": "range(90)"},
+        r"ok: the batch of 15, cut into 3 shards\n(?!ok: a short batch)", False,
+    ),
     "dropout": ({"LAYERS": "layers = [nn.Dropout(0.5)]"}, "note: .*random numbers", False),
     "refused": ({"ARGUMENTS": "loss='median'"}, r"script\.py:\d+: UsageError: loss: exp", True),
     "drop_last": (

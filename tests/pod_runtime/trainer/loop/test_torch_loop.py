@@ -32,7 +32,7 @@ from torch.utils.data import (  # noqa: E402
 from pod_runtime import elastic  # noqa: E402
 from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402
-from pod_runtime.trainer.loop.loop import Loop  # noqa: E402
+from pod_runtime.trainer.loop.loop import Loop, explain_error  # noqa: E402
 from pod_runtime.verify import main as verify  # noqa: E402
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS  # noqa: E402
 from tests.support import code_blocks  # noqa: E402
@@ -395,6 +395,25 @@ def test_a_hook_on_a_parameter_is_told_and_one_of_the_optimizer_finds_the_whole_
     assert (
         "model: weight has a hook (register_hook), which gets the gradient of each" in caplog.text
     )
+
+
+@pytest.mark.filterwarnings("ignore:When training, we now always track")
+def test_batch_norm_of_a_shard_of_one_sample_is_explained():
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+    loop = elastic.Loop(
+        model, torch.optim.SGD(model.parameters(), 0.1), DATA, batch_size=16, epochs=1, shards=6
+    )
+
+    def run() -> None:
+        for epoch in loop.epochs():
+            for step in epoch:
+                for inputs, _index in step:
+                    step.backward(model(inputs).mean())
+                step.update()
+
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        run()
+    assert explain_error(raised.value).startswith("the last shard of a batch of 16 has one sample")
 
 
 class Sized(Dataset):

@@ -142,7 +142,8 @@ def order_digest(value: Any) -> int | None:
             flat = (flat.float() if str(flat.dtype) == "torch.bfloat16" else flat).numpy()
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError):  # none, or none of numpy's
         return None
-    flat = flat.view(f"f{flat.itemsize // 2}") if flat.dtype.kind == "c" else flat
+    if flat.dtype.kind == "c":
+        flat = np.ascontiguousarray(flat).view(f"f{flat.itemsize // 2}")
     if flat.dtype.kind not in "biuf" or len(flat) < 2 or is_unwritten(flat):
         return None
     numbers = np.nan_to_num(flat.astype(np.float64), posinf=0.0, neginf=0.0)

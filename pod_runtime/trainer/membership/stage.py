@@ -24,7 +24,13 @@ from pod_runtime.trainer.membership.restore import LoadedAhead, Restored, StateR
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage_orders import StageOrders
 from pod_runtime.trainer.membership.state_manager import CarriedState, StateManager
-from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
+from pod_runtime.trainer.membership.terms import (
+    check_same_terms,
+    check_terms_of_state,
+    other_arrays,
+    script_arrays,
+    to_text,
+)
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
@@ -115,6 +121,7 @@ class StageJoiner:
         self.running_epoch = 0  # when this trainer was prepared, as far as it is known
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
+        self._arrays, self._said = script_arrays(), set[str]()
         self._terms = self._make_terms()  # as the script made them, before a state is loaded
         with self._as_victim():
             if self.overlaps:
@@ -205,6 +212,10 @@ class StageJoiner:
             )
         )
         check_same_terms(group, self._terms, rank=rank, world_size=plan.world_size)
+        self._say_others(
+            other_arrays(group, self._arrays, rank=rank, world_size=plan.world_size),
+            "not the same on all trainers",
+        )
         if self.overlaps:
             # Set up now what the first exchange sets up; no rank contributes anything.
             self.framework.step.begin()
@@ -258,6 +269,7 @@ class StageJoiner:
             status = replace(
                 self._continue(restored.status),
                 terms=to_text(self._terms),
+                arrays=json.dumps(self._arrays),
                 origin=self._origin,
             )
             return self._begin(restored, status)
@@ -502,6 +514,9 @@ class StageJoiner:
         Raises:
             StateError: they do not, in the job that has made it: each process has its own.
         """
+        arrays = json.loads(status.arrays)
+        others = [each for each, now in self._arrays.items() if arrays.get(each, now) != now]
+        self._say_others(others, f"not the same as where {where} was made")
         before = json.loads(status.terms or "{}").get(_CONSTANTS)
         if before is None or before == json.loads(to_text(self._terms))[_CONSTANTS]:
             return
@@ -514,6 +529,17 @@ class StageJoiner:
         if self._plan.restore_from is not None:
             raise StateError(text)
         logger.warning("%s", text)  # a script may be edited between two jobs
+
+    def _say_others(self, names: list[str], what: str) -> None:
+        names = [each for each in names if each not in self._said]
+        self._said.update(names)
+        if names and self._rank == 0:
+            logger.warning(
+                "of the script, %s: %s. Where the steps use values that a process draws for itself "
+                "(random features, prototypes), trainers train on others each: call %s, and "
+                "numpy.random.seed, before they are drawn, or keep them in extra={...}",
+                ", ".join(names), what, self.framework.seeding,
+            )  # fmt: skip
 
     @contextmanager
     def _as_victim(self) -> Iterator[None]:

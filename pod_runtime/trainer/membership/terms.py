@@ -7,6 +7,7 @@ gradients of different weights.
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
@@ -16,8 +17,10 @@ import numpy as np
 from pod_runtime.trainer.data.sampling import REMEDY as SAMPLER_REMEDY
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup
+from pod_runtime.trainer.frameworks.plain_values import order_digest
 from pod_runtime.trainer.progress.epoch_order import OrderRecord
 
+_MOST_ARRAYS = 100  # of a script, that are looked at
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
     "int(time.time()), random.random(), a host's name or a count of its files, or a split of data "
@@ -45,6 +48,41 @@ def check_same_terms(
     first = json.loads(_from_rank(group, 0, json.dumps(mine) if rank == 0 else None))
     differs = "" if first == mine else _describe(mine, first, rank)
     _refuse_if_any(group, differs, _REMEDY, rank=rank, world_size=world_size)
+
+
+def script_arrays() -> dict[str, int]:
+    """Return checksums of the order of the tensors and arrays that the script has, by its names.
+
+    Trained ones are left out, and files that are mapped.
+    """
+    found: dict[str, int] = {}
+    for name, value in [*vars(sys.modules["__main__"]).items()]:
+        is_trained = getattr(value, "requires_grad", False) or not getattr(
+            value, "stop_gradient", True
+        )
+        is_array = type(value) is np.ndarray or type(value).__name__ == "Tensor"
+        if not is_array or is_trained or name.startswith("_") or len(found) == _MOST_ARRAYS:
+            continue
+        digest = order_digest(value)
+        if digest is not None:
+            found[name] = digest
+    return found
+
+
+def other_arrays(
+    group: FrameworkGroup, arrays: Mapping[str, int], *, rank: int, world_size: int
+) -> list[str]:
+    """Return which of rank 0's arrays have other values on this or another rank.
+
+    All ranks of the group call it. Raises PeerLost: a rank is gone.
+    """
+    if world_size == 1:
+        return []
+    first = json.loads(_from_rank(group, 0, json.dumps(arrays) if rank == 0 else None))
+    differs = np.array([float(arrays.get(each, value) != value) for each, value in first.items()])
+    if len(differs):
+        group.all_reduce(differs)
+    return [each for each, count in zip(first, differs, strict=True) if count]
 
 
 def check_same_order(

@@ -264,6 +264,9 @@ def test_what_layers_keep_outside_of_a_state_is_known_by_its_order_and_not_by_it
         assert [said] == constants(order=kind(order)) != constants(order=kind(order[::-1].copy()))
     (exact,) = constants(order=order / 7)
     assert constants(order=order / 7 * (1 + 1e-12)) == [exact]
+    turns = np.exp(1j * np.arange(5000.0))  # as of rotary embeddings
+    assert constants(turns=turns) == constants(turns=turns) != constants(turns=turns.conj())
+    assert len(constants(turns=tensor(turns))) == 1
     assert constants(room=np.zeros(9), name="a", count=3, sizes=[4, 5]) == []
 
 

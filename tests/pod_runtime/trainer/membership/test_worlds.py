@@ -171,6 +171,21 @@ def test_what_each_rank_has_drawn_for_itself_before_the_loop_is_refused(launch, 
     assert stage.logs().count(text) == 2, stage.logs()
 
 
+def test_what_each_process_has_drawn_for_the_script_is_told(launch):
+    job = launch("counting.py", 2)
+    stage = job.start(2, *out(job, "--own_features", step_s=0.05))
+    stage.go()
+    stage.wait_step(3)
+    stage.cut()
+    restore_from = (stage.number, stage.drained())
+    stage.end()
+    assert "of the script, features: not the same on all trainers" in stage.logs()
+    stage = job.start(1, *out(job, "--own_features"), restore_from=restore_from)
+    stage.go()
+    finish(stage)
+    assert stage.logs().count("of the script, features: not the same as where the state of") == 1
+
+
 def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_old_go_on(launch):
     job = launch("counting.py", 2)
     old = job.start(1, *out(job))

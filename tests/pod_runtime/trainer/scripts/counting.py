@@ -42,6 +42,7 @@ parser.add_argument(
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--own_target", action="store_true", help="a frozen one, built unseeded")
+parser.add_argument("--own_features", action="store_true", help="of the script, drawn unseeded")
 parser.add_argument("--own_table", action="store_true", help="of the model, drawn unseeded")
 parser.add_argument("--best", action="store_true", help="epoch 1's state is the best")
 parser.add_argument("--best_first", action="store_true", help="before it evaluates")
@@ -136,6 +137,7 @@ if target is not None:
     target.eval()
     for parameter in target.parameters():
         parameter.stop_gradient = True
+features = np.random.rand(40) if args.own_features else np.zeros(40)
 if args.own_table:
     model.table = np.random.permutation(40)
 rate = paddle.optimizer.lr.LambdaDecay(1.0, lambda _count: 1.0)

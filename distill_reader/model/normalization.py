@@ -22,6 +22,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 NORMALIZATION_FILE = "normalization.json"  # in a model's folder
 DEFAULT_SCALE = 1 / 255
+_BEYOND = 1.01  # of what a pixel can be, for a scale such as 1/256
 # The layout of pixels, and that of the model if it differs. "": no axis is one of channels.
 LAYOUTS = ("", "CHW", "HWC", "HWC-CHW")
 _KEYS = ("scale", "mean", "std", "layout")
@@ -58,6 +59,12 @@ class Normalization:
             raise UsageError(
                 f"normalization: {self.channels} channels want a layout: CHW, HWC, or HWC-CHW for "
                 "pixels that come as HWC to a model that takes CHW"
+            )
+        if max(self.mean) > _BEYOND * 255 * self.scale:
+            raise UsageError(
+                f"normalization: mean {max(self.mean):g} is above {255 * self.scale:g}, which a "
+                f"white pixel becomes by scale {self.scale:g}: say scale=1 for mean and std of "
+                "pixels from 0 to 255"
             )
 
     @property

@@ -124,6 +124,10 @@ def test_an_option_says_it_all(text: str, expected):
         ("image:mean=1,2,3:std=1,2:layout=CHW", "mean has 3 values, std 2"),
         ("image:layout=WHC", "layout: expected one of CHW, HWC, HWC-CHW or nothing, got 'WHC'"),
         ("image:mean=1e999", "expected numbers"),
+        (
+            "image:mean=123.675,116.28,103.53:std=58.395,57.12,57.375:layout=CHW",
+            "mean 123.675 is above 1, which a white pixel becomes by scale 0.00392157: say scale=1",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_meant_is_refused(text: str, words: str):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from distill_reader.backoff import backoff_s
 from distill_reader.balance.addresses import (
@@ -31,6 +32,7 @@ from distill_reader.balance.table import Measured, Student
 from distill_reader.balance.tasks import end_tasks, finish, run
 from distill_reader.balance.wire.client_connection import (
     ANSWER_S,
+    CONNECT_S,
     ClientConnection,
     DiscoveryUnavailable,
 )
@@ -304,7 +306,8 @@ class StudentClient:
         registry = RedisRegistry([address])
         balancer = Balancer(registry)
         student = self._student()
-        balancer.join(self._service, student, self._take, lambda: None)
+        take = partial(self._take, is_elsewhere=await _is_elsewhere(address))
+        balancer.join(self._service, student, take, lambda: None)
         working = asyncio.create_task(
             balancer.run(_GIVE_UP_S if len(self._addresses) > 1 else None), name="balancer"
         )
@@ -344,6 +347,20 @@ class StudentClient:
             measured=feed_stats.measured,
             unusable=self._unusable.note((*feed_stats.unusable, *self._astray), time.monotonic()),
         )
+
+
+async def _is_elsewhere(address: RedisAddress) -> bool:
+    """Return whether a Redis is on another host, as far as that can be told. Sends nothing."""
+    host, port = address.host_port
+    with contextlib.suppress(OSError, TimeoutError, UnicodeError, RuntimeError):
+        async with asyncio.timeout(CONNECT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            own, other = probe.getsockname()[0], str(there[0])
+            return bool(own != other and not is_loopback(other))
+    return False
 
 
 def student_name() -> str:

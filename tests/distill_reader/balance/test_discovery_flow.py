@@ -6,6 +6,8 @@ import socket
 import pytest
 import redis
 
+from distill_reader.balance import client
+from distill_reader.balance.addresses import RedisAddress
 from distill_reader.balance.client import FeedStats
 from distill_reader.balance.table import Measured
 from distill_reader.balance.wire.client_connection import ClientConnection
@@ -131,15 +133,22 @@ def test_a_student_that_gets_nothing_from_its_teacher_is_given_another_ones(serv
     assert one.teachers == good
 
 
-def test_teachers_by_the_loopback_address_of_another_host_are_not_used(run, monkeypatch, caplog):
-    server = run(LocalDiscovery)
+@pytest.mark.parametrize("is_direct", [False, True], ids=["a server's", "Redis'"])
+def test_teachers_by_the_loopback_address_of_another_host_are_not_used(
+    redis_server, run, monkeypatch, caplog, is_direct: bool
+):
+    async def is_elsewhere(_: RedisAddress) -> bool:
+        return True
+
+    server = run(LocalDiscovery, redis_server.url)
     run(LocalTeacher, server.endpoint)
     other = run(RawClient, server.endpoint)
     heartbeat = {"service": "svc", "server": "10.9.8.7:9292", "lease_s": 60.0, "info": ""}
     assert other.ask({"type": "teacher", **heartbeat})["type"] == "ok"
     wait_until(lambda: len(server.teachers()) == 2)
     monkeypatch.setattr(ClientConnection, "is_elsewhere", True)
-    student = run(LocalStudent, server.endpoint)
+    monkeypatch.setattr(client, "_is_elsewhere", is_elsewhere)
+    student = run(LocalStudent, redis_server.url if is_direct else server.endpoint)
     wait_until(lambda: student.teachers == {"10.9.8.7:9292"})
     assert all(set(told) <= {"10.9.8.7:9292"} for told in student.told)
     assert "is each host's own: start that with --bind or --advertise" in caplog.text

@@ -1,6 +1,7 @@
 """Describe where the training's samples come from: a dataset, a loader, or a stream."""
 
 import contextlib
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -179,8 +180,9 @@ def values_digest(dataset: Any) -> int | None:
     """Return a checksum of the order of values that a dataset has in memory; None: there are none.
 
     A split or a shuffle without a seed has other samples in every process, or others at an index.
-    Looked at are some arrays, and numbers of lists, as long as the dataset: its own, or those of
-    an object of the script's. The order counts, so that rounding does not.
+    Looked at are some arrays, and numbers and texts of lists, as long as the dataset: its own, or
+    those of an object of the script's. The order counts, so that rounding does not; of paths the
+    names of the files, whose folder may be a node's own.
 
     It is that of the first look: what a dataset keeps of samples that were read, as a cache does,
     differs from trainer to trainer.
@@ -253,7 +255,9 @@ def _as_array(values: Any) -> Any:
 
 
 def _projection(row: Any) -> float:
-    """Return one number of the numbers in a row, which rows that differ do not share."""
+    """Return one number of what is in a row, which rows that differ do not share."""
+    if isinstance(row, str | bytes | os.PathLike):
+        return zlib.crc32(os.fsencode(os.path.basename(row))) / 2**32
     if isinstance(row, dict):
         row = list(row.values())
     if isinstance(row, list | tuple):

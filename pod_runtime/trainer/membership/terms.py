@@ -23,9 +23,9 @@ from pod_runtime.trainer.progress.epoch_order import OrderRecord
 _MOST_ARRAYS = 100  # of a script, that are looked at
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
-    "int(time.time()), random.random(), a host's name or a count of its files, or a split of data "
-    "or a permutation without a seed, differs from trainer to trainer; write it down once, in the "
-    "script or its arguments, and seed all generators first"
+    "int(time.time()), random.random(), a host's name, the number or order of its files, or a "
+    "split of data or a permutation without a seed, differs from trainer to trainer; write it down "
+    "once, in the script or its arguments, seed all generators first, and sort files that are found"
 )
 
 

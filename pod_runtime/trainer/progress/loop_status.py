@@ -161,7 +161,8 @@ def check_same_run(
             "values",
             "this script's dataset has in memory, or with another order of them",
             f"a split or a shuffle without a seed differs in every process: give it one "
-            f"(random_state=..., {seeding} before it)",
+            f"(random_state=..., random.seed(...), {seeding} before it), and sort files that are "
+            f"found",
         ),
     ):
         before, now = getattr(stored.run, name), getattr(run, name)

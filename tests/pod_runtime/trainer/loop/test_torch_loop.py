@@ -151,7 +151,11 @@ def test_samples_in_memory_are_known_by_their_order_and_not_by_their_rounding():
     ):
         assert digest(make(forward)) == digest(make(forward.copy())) is not None
         assert digest(make(forward)) != digest(make(backward.copy()))
-    assert digest([f"{at}.png" for at in forward]) is None
+    names = [f"/a/{at}.png" for at in forward]
+    elsewhere = [Path(f"/another/node/{at}.png") for at in forward]
+    assert digest(names) == digest(elsewhere) != digest(names[::-1])
+    assert digest([(each, 1) for each in names]) != digest([(each, 1) for each in names[::-1]])
+    assert digest([""] * 400) is None
     assert digest(TensorDataset(torch.zeros(4))) is None
 
 
@@ -169,6 +173,7 @@ def test_samples_that_a_dataset_keeps_as_they_are_read_are_no_others():
 def test_memory_to_which_nothing_was_written_is_no_samples(kind: str):
     def digest(words: Any) -> int | None:
         dataset = Rows(np.arange(400))
+        dataset.names = []
         dataset.inputs = np.frombuffer(words.tobytes(), kind)[:4000].reshape(400, -1)
         return source(DataLoader(dataset, batch_size=2)).values
 

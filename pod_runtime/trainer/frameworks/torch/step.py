@@ -161,7 +161,10 @@ class TorchStep:
     def clear(self) -> None:
         # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
         # to a trainer that has just been restored and to one that has run for hours.
-        self._optimizer.zero_grad(set_to_none=True)
+        # `zero_grad` would do, but tells a profiler of it, which takes ten times as long.
+        for each in self._owned:
+            if each.grad is not None:
+                each.grad = None
 
     @contextlib.contextmanager
     def _learning_rate(self, factor: float) -> Iterator[None]:

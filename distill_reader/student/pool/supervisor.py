@@ -66,18 +66,20 @@ class Supervisor:
         self._of = f" of {name}" if name else ""
         self._again = threading.Condition(lock)
         self._sleeps_long = False  # past the next tick
+        self._due_s = math.inf  # when it has to look again
         self._is_closing = False
         self._unusable: list[str] = []  # the last report
         self.has_given_up = False  # missing answers are skipped, or raised
 
     def look(self) -> None:
         """Wake it now. The caller has the lock, here and below."""
+        self._due_s = min(self._due_s, time.monotonic())
         self._again.notify()
 
     def look_soon(self) -> None:
         """Wake it within a tick: a request is in flight."""
         if self._sleeps_long:
-            self._again.notify()
+            self.look()
 
     def close(self) -> None:
         self._is_closing = True
@@ -86,15 +88,14 @@ class Supervisor:
     def run(self) -> None:
         """Run in the thread until `close`."""
         logged_s = time.monotonic()
-        due_s = math.inf  # when it has to look again
         while True:
             with self._lock:
                 if self._is_closing:
                     return
                 now = time.monotonic()
-                if now - due_s > _STOPPED_S:  # answers may have come that nobody could read
-                    self._registry.leave_out(now - due_s, now)
-                due_s = now
+                if now - self._due_s > _STOPPED_S:  # answers may have come that nobody could read
+                    self._registry.leave_out(now - self._due_s, now)
+                self._due_s = now
                 hanging = self._look_for_late(now)
                 wait_s = self._look_for_none(now)
                 alone_since_s = self._registry.alone_since_s(now)
@@ -116,7 +117,7 @@ class Supervisor:
                     if is_flying or self._feed.has_troubled:
                         wait_s = TICK_S if wait_s is None else min(TICK_S, wait_s)
                     self._sleeps_long = wait_s is None or wait_s > TICK_S
-                    due_s = math.inf if wait_s is None else now + wait_s
+                    self._due_s = math.inf if wait_s is None else now + wait_s
                     self._again.wait(wait_s)
                     self._sleeps_long = False
             for client in hanging:

@@ -459,7 +459,7 @@ class BaseState(ABC):
         return self._traits.numbers()
 
     def constants(self) -> list[str]:
-        """Return what layers keep outside of a state, each with a checksum of its order."""
+        """Return what layers keep outside of a state, each with a checksum."""
         return self._traits.constants()
 
     def uncarried_changes(self) -> list[str]:

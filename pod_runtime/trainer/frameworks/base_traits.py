@@ -22,7 +22,7 @@ from pod_runtime.trainer.frameworks.plain_values import (
     differ,
     is_of_script,
     is_plain,
-    order_digest,
+    rough_digest,
 )
 from pod_runtime.trainer.frameworks.reads import Reads
 
@@ -144,7 +144,7 @@ class BaseTraits(ABC):
         return found
 
     def constants(self) -> list[str]:
-        """Return what layers keep outside of a state, each with a checksum of its order.
+        """Return what layers keep outside of a state, each with a checksum.
 
         Tensors and arrays: a mask, a permutation, random features. Rounding does not count.
         """
@@ -153,7 +153,7 @@ class BaseTraits(ABC):
             f"with checksum {digest}"
             for name, layer in self._layers()
             for attribute, value in self._loose_tensors(layer)
-            if (digest := order_digest(value)) is not None
+            if (digest := rough_digest(value)) is not None
         ]
 
     def _look_again(self) -> None:

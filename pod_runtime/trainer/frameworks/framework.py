@@ -145,7 +145,7 @@ class FrameworkState(Protocol):
         """Return the numbers that layers have as attributes, by what to call them."""
 
     def constants(self) -> list[str]:
-        """Return what layers keep outside of a state, each with a checksum of its order."""
+        """Return what layers keep outside of a state, each with a checksum."""
 
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""

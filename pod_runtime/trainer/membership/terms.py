@@ -17,7 +17,7 @@ import numpy as np
 from pod_runtime.trainer.data.sampling import REMEDY as SAMPLER_REMEDY
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup
-from pod_runtime.trainer.frameworks.plain_values import order_digest
+from pod_runtime.trainer.frameworks.plain_values import rough_digest
 from pod_runtime.trainer.progress.epoch_order import OrderRecord
 
 _MOST_ARRAYS = 100  # of a script, that are looked at
@@ -51,7 +51,7 @@ def check_same_terms(
 
 
 def script_arrays() -> dict[str, int]:
-    """Return checksums of the order of the tensors and arrays that the script has, by its names.
+    """Return checksums of the tensors and arrays that the script has, by its names.
 
     Trained ones are left out, and files that are mapped.
     """
@@ -63,7 +63,7 @@ def script_arrays() -> dict[str, int]:
         is_array = type(value) is np.ndarray or type(value).__name__ == "Tensor"
         if not is_array or is_trained or name.startswith("_") or len(found) == _MOST_ARRAYS:
             continue
-        digest = order_digest(value)
+        digest = rough_digest(value)
         if digest is not None:
             found[name] = digest
     return found

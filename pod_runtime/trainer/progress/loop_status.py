@@ -55,7 +55,7 @@ class LoopStatus:
     best: tuple[BestCheckpoint, ...] = ()  # by metric
     terms: str = ""  # the trainers' arguments, by `terms.to_text`; "": of an older version
     origin: LoopOrigin = LoopOrigin()
-    arrays: str = "{}"  # of the script: checksums of their order by name, as JSON
+    arrays: str = "{}"  # of the script: checksums by name, as JSON
 
     @property
     def epoch(self) -> int:

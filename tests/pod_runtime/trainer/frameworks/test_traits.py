@@ -233,7 +233,7 @@ def test_what_no_state_can_carry_is_named_once():
 
 
 @pytest.mark.parametrize("framework", ["paddle", "torch"])
-def test_what_layers_keep_outside_of_a_state_is_known_by_its_order_and_not_by_its_rounding(
+def test_what_layers_keep_outside_of_a_state_is_known_by_its_values_and_not_by_their_rounding(
     framework: str,
 ):
     torch = pytest.importorskip("torch") if framework == "torch" else None
@@ -264,9 +264,17 @@ def test_what_layers_keep_outside_of_a_state_is_known_by_its_order_and_not_by_it
         assert [said] == constants(order=kind(order)) != constants(order=kind(order[::-1].copy()))
     (exact,) = constants(order=order / 7)
     assert constants(order=order / 7 * (1 + 1e-12)) == [exact]
+    places = np.outer(np.arange(512), 1e4 ** (-np.arange(0, 1, 1 / 32))).astype(np.float32)
+    noise = np.random.RandomState(2).uniform(-1, 1, places.shape).astype(np.float32)
+    table = np.cos(places)  # many of whose numbers are all but equal
+    other = table + np.float32(2e-7) * noise  # as of another processor, or number of threads
+    assert constants(table=kind(table)) == constants(table=kind(other))
+    assert constants(table=table) != constants(table=np.sin(places))
     turns = np.exp(1j * np.arange(5000.0))  # as of rotary embeddings
     assert constants(turns=turns) == constants(turns=turns) != constants(turns=turns.conj())
     assert len(constants(turns=tensor(turns))) == 1
+    every = np.broadcast_to(np.arange(7.0), (2**40, 7))  # which no copy is made of
+    assert len(constants(every=every)) == 1
     assert constants(room=np.zeros(9), name="a", count=3, sizes=[4, 5]) == []
 
 

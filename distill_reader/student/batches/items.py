@@ -293,7 +293,7 @@ class _Fields:
         earlier = None if before is None else before()
         if before is None or earlier is None or earlier.dtype != array.dtype:
             return
-        if earlier.shape == array.shape:
+        if earlier.shape == array.shape and earlier.strides == array.strides:
             now.check = _check_of(array)
             if before.check not in (None, now.check):
                 raise UsageError(

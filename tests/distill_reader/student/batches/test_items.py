@@ -119,6 +119,13 @@ def test_memory_may_be_written_to_once_nobody_has_what_was_yielded_of_it():
         kind.item((7, buffer[:])).pieces.clear()  # as they are once they are answered
 
 
+def test_different_views_that_begin_at_the_same_place_are_no_memory_that_is_written_to():
+    kind, image, series = BatchFormat(SENT, 2, 1), np.arange(9.0).reshape(3, 3), np.arange(40.0)
+    held = [kind.item((7, each)) for each in (image, image, image.T, image.T, image)]
+    held += [kind.item((7, series[: 8 * step : step])) for step in (1, 2, 3) for _ in range(2)]
+    assert len(held) == 11
+
+
 def test_lists_and_numbers_become_arrays():
     item = BATCH.item((7, [[1.0], [2.0]]))
     assert isinstance(item.fields[1], np.ndarray)

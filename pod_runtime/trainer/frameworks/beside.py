@@ -5,7 +5,6 @@ changes in them, and a trainer that starts later has them as the script builds t
 """
 
 import gc
-import math
 import sys
 import time
 import weakref
@@ -64,18 +63,19 @@ class Beside:
         """Whether the next look costs a training little: it goes through a million objects."""
         return self._looks < _ALWAYS or time.monotonic() >= self._due_at
 
-    def of_models(self) -> tuple[float, float]:
+    def of_models(self) -> tuple[float, list[float]]:
         """Return what the newest look has found of models, as numbers: of which kinds, and values.
 
-        The second one is the same on all trainers where the first is, if they are the same models.
+        There are as many values on all trainers where the first number is the same. One by one: a
+        mask has such large ones that all others would not count in a sum.
         """
-        found = [
-            (f"{type(thing).__name__} {sorted(marks)}", marks)
+        found = sorted(
+            (f"{type(thing).__name__} {sorted(marks)}", [*marks.values()])
             for reference, marks in self._seen.values()
             if reference and issubclass(type(thing := reference()), self._model_type)
-        ]
-        kinds = zlib.crc32(repr(sorted(kind for kind, _marks in found)).encode())
-        return float(kinds), math.fsum(each for _kind, marks in found for each in marks.values())
+        )
+        kinds = zlib.crc32(repr([kind for kind, _values in found]).encode())
+        return float(kinds), [each for _kind, values in found for each in values]
 
     def changed(self, *, copies: bool) -> list[str]:
         """Return what has changed since the last call, in words; nothing at the first one.

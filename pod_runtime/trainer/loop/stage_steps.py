@@ -247,7 +247,8 @@ class StageSteps:
         changed = framework.beside.changed(copies=is_first)
         if self.cursor.global_step == 1 and member.world_size > 1:
             kinds, values = framework.beside.of_models()
-            if member.first_difference([kinds]) is None and member.first_difference([values]) == 0:
+            is_alike = member.first_difference([kinds]) is None
+            if is_alike and values and member.first_difference(values) is not None:
                 raise UsageError(
                     f"a model beside the loop's has not the same values on all trainers, as one "
                     f"(a teacher, a target) that is built of random numbers has in each process: "

@@ -38,8 +38,8 @@ class RegisterConfig:
         if self.host is None and is_loopback(bound) and others:
             raise UsageError(
                 f"--register: {others[0]} is for other hosts, too, and they cannot reach {bound}, "
-                "where this teacher listens: say --bind ADDRESS, or --advertise 127.0.0.1 if all "
-                "its students are on this host"
+                "where this teacher listens: say --bind ADDRESS, or --advertise 127.0.0.1 if the "
+                "registry and all students are on this host"
             )
         config = RegistrarConfig(
             addresses=self.addresses,

@@ -52,8 +52,9 @@ _MOST_REST_S = 1.0  # for a teacher that is busy again and again
 _FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
 _TIMEOUT_LOSSES = 3  # a timeout counts as so many lost connections
-# Of the spread of an answer's values: by more a padded sample's differ not for rounding alone.
-_MOST_DIFFERENCE = 0.02
+# Of the spread of an answer's values, or of the largest one: by more a padded sample's differ not
+# for rounding alone, as of half precision.
+_MOST_DIFFERENCE, _MOST_OF_LARGEST = 0.02, 0.01
 
 _Error = TypeVar("_Error", bound=DistillError)
 
@@ -405,7 +406,10 @@ class TeacherPool:
             row = row[tuple(map(slice, own.shape))]  # of an output with a value per position
             if row.dtype.kind != "f" or row.shape != own.shape or not row.size:
                 continue
-            most = _MOST_DIFFERENCE * np.ptp(column.astype(np.float64))
+            values = column.astype(np.float64)
+            most = np.maximum(
+                _MOST_DIFFERENCE * np.ptp(values), _MOST_OF_LARGEST * np.abs(values).max()
+            )
             if most and np.abs(row.astype(np.float64) - own.astype(np.float64)).max() > most:
                 raise UsageError(
                     f"padding: {mapping.endpoint}: output {name}: a padded sample gets another "

@@ -239,6 +239,18 @@ def test_a_model_whose_answer_depends_on_padding_is_refused(make, predicts, is_b
         list(reader())
 
 
+def test_rounding_that_differs_with_the_shape_is_no_dependence_on_padding(make):
+    def scores(inputs: Any) -> Any:  # close to each other, and in half precision
+        largest = inputs["ids"].max(axis=1, keepdims=True).astype(np.float32)
+        score = 0.9 + 1e-5 * largest + 4e-4 * (inputs["ids"].shape[1] % 8 == 0)
+        return {"mean": np.repeat(score, 2, 1), "each": inputs["ids"].astype(np.float32)}
+
+    reader = make(FakeTeacher("a:1", WORDS, scores), ins=("ids",), predicts=("mean",))
+    reader.set_padding("ids", multiple_of=8, outputs=[])
+    texts = [(np.arange(1, 2 + length),) for length in range(1, 20)]
+    assert len(list(reader.set_sample_generator(texts)())) == 19
+
+
 def test_a_model_that_takes_padded_samples_alone_is_trusted(make):
     def of_8(inputs: Any) -> Any:
         if inputs["ids"].shape[1] != 8:

@@ -224,6 +224,18 @@ def training(folder: str, name: str, device: Device) -> Backend:
     return _Training(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
 
 
+class _Quantized(Sums):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        image = inputs["image"]
+        step = np.abs(image).max() / 24
+        return super().run({"image": np.round(image / step) * step})
+
+
+def quantized(folder: str, name: str, device: Device) -> Backend:
+    """Rounds by the largest number of a batch, as dynamic quantization does."""
+    return _Quantized(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
 def broken(folder: str, name: str, device: Device) -> Backend:
     """Cannot be loaded."""
     raise ModelError(f"{folder}/model.json: is broken")

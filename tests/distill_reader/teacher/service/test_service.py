@@ -197,6 +197,14 @@ def test_a_model_whose_answers_depend_on_others_samples_is_refused_with_the_reme
         service.close()
 
 
+def test_a_quantized_model_whose_rounding_depends_on_other_samples_is_served(folder):
+    service = started(config(folder, "quantized", devices=(Device(),)))
+    try:
+        assert len(outputs(ask(service, images(1, 2, 3, 5, 4, 6, 2, 9)))["sum"]) == 8
+    finally:
+        service.close()
+
+
 def test_bytes_in_shared_memory_are_not_copied_and_given_back_once(service):
     image = images(*range(6))
     buffer = service.allocate(image.nbytes + 16)

@@ -300,6 +300,8 @@ def _with_others(inputs: Mapping[str, Array], samples: int) -> dict[str, Array] 
 
     None: it would be the same batch.
     """
+    if samples == 1:
+        return None
     places = np.arange(samples)
     places[_kept(samples) :] = 0
     others = {name: each[places] for name, each in inputs.items()}

@@ -142,7 +142,9 @@ def rough_digest(value: Any) -> int | None:
         if hasattr(flat, "detach"):
             flat = flat.detach().cpu()
             flat = (flat.float() if str(flat.dtype) == "torch.bfloat16" else flat).numpy()
-    except (TypeError, ValueError, RuntimeError):  # none, or none of numpy's
+    except Exception:  # noqa: BLE001  of a type of the script's, or without numbers of numpy's
+        return None
+    if not isinstance(flat, np.ndarray):
         return None
     if flat.dtype.kind == "c":
         flat = np.ascontiguousarray(flat).view(f"f{flat.itemsize // 2}")

@@ -1,5 +1,6 @@
 """What ranks were told is compared before they train; over a group of threads."""
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -16,6 +17,7 @@ from pod_runtime.trainer.membership.terms import (
     check_same_order,
     check_same_terms,
     check_terms_of_state,
+    script_arrays,
     to_text,
 )
 from pod_runtime.trainer.progress.epoch_order import EpochOrder, make_order
@@ -167,3 +169,11 @@ def test_texts_of_any_length_and_kind_are_compared():
     terms = [{"note": "ü" * size} for size in (0, 10)]
     assert "note: rank 1 was told 'üüüüüüüüüü', rank 0 ''" in said(terms)[0]
     assert np.unique(said([{"only": 1}, {}])).tolist()[0].startswith("only: rank 1 was told None")
+
+
+def test_tensors_of_a_type_of_the_scripts_are_left_out(monkeypatch):
+    own = type("Tensor", (), {"shape": (3, 224, 224)})()  # as of a tool that describes models
+    of_script = {"own": own, "drawn": np.random.rand(9)}
+    for name, value in of_script.items():
+        monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+    assert script_arrays().keys() & of_script.keys() == {"drawn"}

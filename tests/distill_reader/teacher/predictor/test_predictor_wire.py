@@ -94,7 +94,7 @@ def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
         models=(("m", "/folder"), ("n", "/other")),
         device=Device(gpu=1, memory_optim=True),
         paths=("/x",),
-        normalizations=(("m", "x", Normalization(mean=(1.0, 2.0, 3.0), layout="HWC-CHW")),),
+        normalizations=(("m", "x", Normalization(mean=(0.1, 0.2, 0.3), layout="HWC-CHW")),),
     )
     front.send_json(MessageKind.START, start_document(start))
     kind, numbers, text = predictor.receive()

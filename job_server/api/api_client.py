@@ -5,6 +5,7 @@ An `ApiClient` keeps one connection open and belongs to one thread; give each th
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,6 +90,8 @@ class ApiClient:
         self._session = requests.Session()
         # Proxies of the environment are never used for our own calls, nor is ~/.netrc.
         self._session.trust_env = False
+        # Of a company's own authority, say; as OpenSSL and curl have it.
+        self._session.verify = os.environ.get("SSL_CERT_FILE") or True
         if token is not None:
             self._session.headers["Authorization"] = f"Bearer {token}"
 
@@ -351,8 +354,11 @@ class ApiClient:
                 timeout=(CONNECT_TIMEOUT_S, self._timeout_s + wait_s),
                 allow_redirects=False,
             )
-        except requests.RequestException as error:
-            raise ServerAway(f"no answer from {self.url}: {_cause(error)}") from error
+        except OSError as error:  # all of requests' are, and that SSL_CERT_FILE cannot be read
+            text = f"no answer from {self.url}: {_cause(error)}"
+            if isinstance(error, requests.exceptions.SSLError):
+                text += " (SSL_CERT_FILE names the certificates to check against)"
+            raise ServerAway(text) from error
         if response.ok and not response.is_redirect:
             return response
         told = _told(response)

@@ -19,6 +19,7 @@ from job_server.server.guard import Guard
 from job_server.server.openapi import build_openapi
 from job_server.server.service import JobService
 from job_server.server.store import Store
+from tests.authority import make_authority
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.support import free_port, wait_until
 
@@ -167,6 +168,28 @@ def test_an_absent_server_is_away_and_a_connection_error():
             api.health()
         assert isinstance(away.value, ConnectionError)
         assert away.value.delay_s > 0
+
+
+def test_a_server_behind_tls_is_checked_by_the_certificates_that_the_environment_names(
+    tmp_path, monkeypatch
+):
+    authority = make_authority(tmp_path)
+    with closing(JobService(Store(":memory:"))) as service:
+        app = create_app(service, Guard(token=None))
+        server = make_server("127.0.0.1", free_port(), app, ssl_context=authority.context())
+        answers = InThread(server.serve_forever)
+        url = f"https://localhost:{server.server_port}"
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with ApiClient(url) as api, pytest.raises(ServerAway, match="SSL_CERT_FILE names the"):
+            api.health()
+        monkeypatch.setenv("SSL_CERT_FILE", authority.ca_file)
+        with ApiClient(url) as api:
+            assert api.jobs() == ()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.pem"))
+        with ApiClient(url) as api, pytest.raises(ServerAway, match=r"gone\.pem"):
+            api.health()
+        server.shutdown()
+        answers.result()
 
 
 def test_a_server_that_restarts_is_found_again(tmp_path):

@@ -1,21 +1,12 @@
 """Teachers behind an ingress: TLS by an authority of one's own, headers, a path of HTTP."""
 
-import datetime
 import json
-import ssl
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from distill_reader import DistillReader
 from distill_reader.balance.registry.registrar import PortProbe
@@ -24,6 +15,7 @@ from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
 from distill_reader.student.clients.access import TeacherAccess, access_of
 from distill_reader.student.clients.connect import connect
 from distill_reader.student.clients.endpoints import parse_endpoint
+from tests.authority import Authority, make_authority
 from tests.distill_reader.balance.local_discovery import LocalDiscovery
 from tests.distill_reader.student.foreign_teachers import (
     HttpTeacher,
@@ -39,65 +31,6 @@ IMAGE = np.arange(12, dtype="f4").reshape(2, 2, 3)
 WORDS = np.array([[1, 5], [7, 2]])
 FEEDS = {"image": [IMAGE], "words": [WORDS]}
 HEADERS = {"Authorization": "Bearer of-the-ingress", "X-Team": "vision"}
-
-
-@dataclass(frozen=True)
-class Authority:
-    """Certificates of one's own, and a server's certificate for `localhost` and `teachers.test`."""
-
-    ca_file: str
-    chain_file: str
-    key_file: str
-
-    def context(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.chain_file, self.key_file)
-        return context
-
-    def credentials(self) -> grpc.ServerCredentials:
-        pair = Path(self.key_file).read_bytes(), Path(self.chain_file).read_bytes()
-        return grpc.ssl_server_credentials([pair])
-
-
-def make_authority(folder: Path) -> Authority:
-    now = datetime.datetime.now(datetime.UTC)
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "an authority of a test")])
-
-    def builder(name: x509.Name, public_key: Any) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(ca_name)
-            .public_key(public_key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-        )
-
-    ca = (
-        builder(ca_name, ca_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    names = [x509.DNSName("localhost"), x509.DNSName("teachers.test")]
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "teachers.test")])
-    server = (
-        builder(subject, key.public_key())
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    files = {
-        "ca.pem": ca.public_bytes(pem),
-        "server.pem": server.public_bytes(pem),
-        "key.pem": key.private_bytes(
-            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    }
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return Authority(*(str(folder / name) for name in files))
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def _imports(path: Path) -> frozenset[str]:
 _LONGEST = (
     "test_quickstart.py", "test_training.py", "test_search.py", "test_two_nodes.py",
     "test_taught.py", "test_stack.py", "test_torch.py", "test_shared_jobs.py",
-    "test_epoch_checkpoint.py",
+    "test_epoch_checkpoint.py", "test_failures.py", "test_mnist_train.py",
 )  # fmt: skip
 _LONG = ("resnet50", "mnist_distill", "nlp_distill", "scripts", "e2e", "benchmarks", "docker")
 

@@ -16,7 +16,7 @@ from pod_runtime.trainer.frameworks.plain_values import is_of_script, to_float
 from pod_runtime.trainer.loop.shard_counters import ShardCounters
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
-from pod_runtime.trainer.progress.agreement import ExchangeResult
+from pod_runtime.trainer.progress.agreement import MUST, ExchangeResult
 from pod_runtime.trainer.progress.batches import Cursor, rank_shards
 from pod_runtime.trainer.progress.best import BestCheckpoint
 from pod_runtime.trainer.progress.drawn import add
@@ -113,7 +113,8 @@ class StageSteps:
         stage.member.activity.count_step(step.samples_done)
         done = self.cursor.global_step
         is_over, is_first = stage.progress.epoch_is_over, done <= _FIRST_STEPS
-        if is_over or is_first or done % _CHECKED_EVERY == 0:
+        is_for_checkpoint = result.request.snapshot >= MUST
+        if is_over or is_first or is_for_checkpoint or done % _CHECKED_EVERY == 0:
             self._check_script()
             if done == _FIRST_STEPS:
                 self._check_counters()

@@ -14,7 +14,7 @@ from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
-from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
+from pod_runtime.trainer.progress.agreement import MUST, AgreedCut, SnapshotRequest
 from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import TrainingProgress
@@ -105,7 +105,7 @@ class StateManager:
             or self._save_wants(taken, after.global_step)
         )
         may = taken is not None and after.global_step - taken.step >= self._interval()
-        wanted = 1.0 if must else snapshots.share if may else 0.0
+        wanted = MUST if must else snapshots.share if may else 0.0
         return SnapshotRequest(snapshot=wanted, renew=snapshots.wants_renewal)
 
     def request_after_epoch(self) -> SnapshotRequest:

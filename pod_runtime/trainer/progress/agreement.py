@@ -4,7 +4,8 @@ The numbers travel in the flat tensor of the gradients. `cut`: a rank was asked 
 park after this step. `void`: a rank had no data for the step, so no rank commits it. With a cut all
 park at the step before; without one all exchange again: a rank that waits long for data shows
 itself from time to time, so that those who wait for it in the all-reduce do not time out.
-`snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
+`snapshot`: after this step all ranks put its state into memory, each its part; of one that a
+checkpoint may be made of (MUST), they first see that they all have the same state; `renew`: into
 segments that they make together before. `stops`: the script has ended the training after this epoch
 on some rank, which belongs to the state. With a `patient` cut nobody parks at a void step: the
 script of a trainer that stays has begun the step, and cannot be taken back. The sum of the hashes
@@ -26,6 +27,7 @@ from pod_runtime.trainer.progress.drawn import PIECES, from_pieces, to_pieces
 _NUMBERS = 8
 HEADER_SIZE = _NUMBERS + PIECES
 HALTS = ("", "pause", "stop")  # what follows a cut; "": a change
+MUST = 2.0  # of a request for a snapshot: more than those of all nodes that would not mind one
 _BALLOT = 3  # numbers of a rank
 _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
 _ROUNDING = 1e-6  # relative: ranks whose processors round otherwise are this close
@@ -35,7 +37,7 @@ _ROUNDING = 1e-6  # relative: ranks whose processors round otherwise are this cl
 class SnapshotRequest:
     """What one rank asks for after a step; of all ranks together: what they do."""
 
-    snapshot: float = 0.0  # 1 or more: make one; less: this share of the nodes would not mind
+    snapshot: float = 0.0  # MUST, or 1: make one; less: this share of the nodes would not mind
     renew: bool = False  # make new segments for it: one is missing or too small
 
 
@@ -77,7 +79,8 @@ def make_header(
 def read_header(sums: Sequence[float]) -> ExchangeResult:
     """Return what follows from the sums over all ranks."""
     cut, void, samples, snapshot, renew, patient, hashed, stops = sums[:_NUMBERS]
-    request = SnapshotRequest(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
+    agreed = MUST if snapshot >= MUST else float(snapshot > _WHOLE)
+    request = SnapshotRequest(snapshot=agreed, renew=renew > 0)
     parks = cut > 0 or (patient > 0 and not void > 0)
     drawn = from_pieces(sums[_NUMBERS:]) if round(hashed) == round(samples) > 0 else None
     return ExchangeResult(

@@ -211,6 +211,24 @@ def test_what_one_trainer_sets_by_itself_ends_the_training_before_a_checkpoint_h
     assert not list(checkpoint.glob("stage_*"))
 
 
+@needs_torch
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("save_steps", "seen_after"), [(20, 19), (1000, 49)])
+def test_what_one_trainer_sets_amid_an_epoch_is_seen_now_and_then_and_before_a_checkpoint(
+    launch, save_steps: int, seen_after: int
+):
+    job = launch("towers_torch.py", 2)
+    checkpoint = job.folder / "checkpoint"
+    flags = ("--out", str(job.folder), "--batch", "4", "--strays", "rate", "--strays_at", "10")
+    save = ("--save_steps", str(save_steps), "--checkpoint", str(checkpoint))
+    stage = job.start(2, *flags, *save)
+    stage.go()
+    assert stage.codes() == [1, 1], stage.logs()
+    for trainer in stage.trainers:
+        assert f"trainers after step {seen_after}." in trainer.log.read_text()
+    assert not list(checkpoint.glob("stage_*"))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]

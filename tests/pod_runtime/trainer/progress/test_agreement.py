@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from pod_runtime.trainer.progress.agreement import (
     HALTS,
     HEADER_SIZE,
+    MUST,
     AgreedCut,
     ExchangeResult,
     SnapshotRequest,
@@ -22,7 +23,7 @@ rank_states = st.lists(
         st.booleans(),
         st.booleans(),
         st.integers(0, 4096),
-        st.builds(SnapshotRequest, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()),
+        st.builds(SnapshotRequest, snapshot=st.sampled_from([0.0, MUST]), renew=st.booleans()),
     ),
     min_size=1,
     max_size=64,
@@ -40,7 +41,7 @@ def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
         void=any(void for _, void, _, _ in ranks),
         samples=sum(samples for _, _, samples, _ in ranks),
         request=SnapshotRequest(
-            snapshot=float(any(request.snapshot for *_, request in ranks)),
+            snapshot=max(request.snapshot for *_, request in ranks),
             renew=any(request.renew for *_, request in ranks),
         ),
     )
@@ -53,7 +54,7 @@ def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
             "void": st.booleans(),
             "samples": st.integers(0, 4096),
             "request": st.builds(
-                SnapshotRequest, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()
+                SnapshotRequest, snapshot=st.sampled_from([0.0, 1.0, MUST]), renew=st.booleans()
             ),
             "patient": st.booleans(),
             "drawn": st.none() | st.integers(0, 2**64 - 1),

@@ -32,6 +32,8 @@ parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
 parser.add_argument("--turn", action="store_true", help="the schedule turns with each epoch, too")
 parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
+parser.add_argument("--strays_at", type=int, default=1, help="after this step")
+parser.add_argument("--save_steps", type=int, default=1000)
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
 STAGE = os.environ.get("EDL_STAGE", "0")
@@ -84,7 +86,7 @@ scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 9, 14], 0.5)
 loop = elastic.Loop(
     model, optimizer, DataLoader(Noisy(), batch_size=args.batch, shuffle=True),
     epochs=args.epochs, seed=3, checkpoint=args.checkpoint, scheduler=scheduler,
-    promise=args.promise, shards=args.shards,
+    promise=args.promise, shards=args.shards, save_steps=args.save_steps,
 )  # fmt: skip
 if args.asks and loop.rank == 1:
     assert loop.shards_per_batch == 3
@@ -105,7 +107,7 @@ for epoch in loop.epochs():
         if not step.is_warmup:
             print(json.dumps([step.number, float(loss)]), file=losses, flush=True)
         scheduler.step()
-        if args.strays and loop.rank == step.number == 1:
+        if args.strays and loop.rank == 1 and step.number == args.strays_at:
             if args.strays == "rate":
                 optimizer.param_groups[0]["lr"] *= 0.5
             else:

@@ -232,16 +232,8 @@ class Loop:
         self._number = Loop._made  # among those of this process
         env = TrainerEnv.read(os.environ)
         self._is_in_job = env.channel is not None
-        if settings.checkpoint in Loop._folders:
-            text = (
-                f"checkpoint: {settings.checkpoint!r} is that of a loop before in this script, "
-                f"whose training it holds; give each loop of a script a folder of its own"
-            )
-            if self._is_in_job:
-                raise UsageError(text)
-            logger.warning("%s", text)
         if settings.checkpoint is not None:
-            Loop._folders.add(settings.checkpoint)
+            self._take_folder(settings.checkpoint)
         self._joiner = StageJoiner(
             settings,
             self._source,
@@ -695,6 +687,18 @@ class Loop:
             steps.stage.member.activity.begin(Doing.STEPPING)
         steps.stage.member.activity.begin(Doing.BETWEEN)
         self._seed_outside_of_steps(1)
+
+    def _take_folder(self, checkpoint: str) -> None:
+        """Raises UsageError: in a job, a loop before has had this folder."""
+        if checkpoint in Loop._folders:
+            text = (
+                f"checkpoint: {checkpoint!r} is that of a loop before in this script, whose "
+                f"training it holds; give each loop of a script a folder of its own"
+            )
+            if self._is_in_job:
+                raise UsageError(text)
+            logger.warning("%s", text)
+        Loop._folders.add(checkpoint)
 
     def _warn_of_count(self, of: str, instead: str) -> None:
         """Say what a count of the script's is of, if it counts what the caller yields."""

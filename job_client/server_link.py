@@ -73,7 +73,7 @@ def find_job(
             served = [spec.job_id for spec in jobs if spec.job_id in known]
             names = served if len(served) == 1 else names
         except Retryable as error:
-            if error.status == 404 and not heard:
+            if error.status == 404 and not heard:  # not a job server's, which has this route
                 raise FatalError(f"--job_server: no job server: {error}") from None
             names, text = [], f"the job server does not answer, trying again: {error}"
             delay_s = backoff.next_s()

@@ -37,7 +37,6 @@ class ServerAway(Retryable, ConnectionError):  # noqa: N818 - as its family
     """No answer, or one that is not a job server's. Never take it for an empty answer."""
 
     answers = False  # True: it is there, and says why it cannot do this now
-    # `status` is that of the answer. 404: where no job server was heard before, it is none of ours.
 
 
 class StoreTrouble(Retryable):

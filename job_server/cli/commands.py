@@ -427,12 +427,13 @@ def _follow_end(
         events = _events_after(api, status.job_id, seen)
         whys = [event.text for event in events if "not paused: " in event.text]
         raise Rejected(whys[-1] if whys else f"not paused: {status.state.value}: {status.reason}")
-    is_forgotten = args.verb == "delete"
-    if is_forgotten and (args.json or status.state in halting):
-        print(json.dumps({"deleted": status.job_id}) if args.json else f"{status.job_id}: deleted")
-        return
-    _show(status, args)
-    if is_forgotten:
+    if args.verb != "delete":
+        _show(status, args)
+    elif args.json:
+        print(json.dumps({"deleted": status.job_id}))
+    else:
+        if status.state not in halting:
+            _show(status, args)
         print(f"{status.job_id}: deleted")
 
 

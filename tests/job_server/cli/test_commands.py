@@ -518,7 +518,8 @@ def test_a_job_that_has_ended_is_not_said_to_be_submitted(run):
     code, out = run("delete", "over")
     assert (code, out.splitlines()[-1]) == (0, "over: deleted")
     assert run("submit", "--job_id", "over")[0] == 0
-    run("delete", "over")
+    assert run("stop", "over")[0] == 0
+    assert json.loads(run("delete", "over", "--json")[1]) == {"deleted": "over"}
 
 
 def test_a_job_that_is_being_stopped_is_not_said_to_be_submitted(server, run):

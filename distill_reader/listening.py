@@ -1,4 +1,4 @@
-"""Bind listening sockets."""
+"""Addresses and names of hosts, and listening sockets."""
 
 import contextlib
 import re
@@ -14,6 +14,16 @@ _WANTED_FILES = 65536
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`."""
     return bool(_LOOPBACK.fullmatch(host))
+
+
+def are_apart(own: str, other: str) -> bool:
+    """Return whether the addresses of a connection's two ends are those of two hosts."""
+    return own != other and not is_loopback(other)
+
+
+def host_name() -> str:
+    """Return this host's name in letters that any protocol takes."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
 
 
 def bracketed(host: str) -> str:

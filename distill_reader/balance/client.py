@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import random
-import re
 import secrets
 import socket
 import threading
@@ -42,7 +41,7 @@ from distill_reader.balance.wire.messages import (
     report_body,
 )
 from distill_reader.errors import BadRequest, DistillError, TransientFailure, UsageError
-from distill_reader.listening import is_loopback
+from distill_reader.listening import are_apart, host_name, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -358,12 +357,10 @@ async def _is_elsewhere(address: RedisAddress) -> bool:
         family, kind, _, _, there = found[0]
         with socket.socket(family, kind) as probe:
             probe.connect(there)
-            own, other = probe.getsockname()[0], str(there[0])
-            return bool(own != other and not is_loopback(other))
+            return are_apart(probe.getsockname()[0], str(there[0]))
     return False
 
 
 def student_name() -> str:
     """Return a unique name that tells people which process it is."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    return f"s-{host[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"s-{host_name()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"

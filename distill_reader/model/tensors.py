@@ -14,6 +14,7 @@ Rows = Array | Sequence[Array]  # one tensor, or arrays whose rows one after the
 
 MAX_AXES = 32
 _LOOKED_AT = 8  # values of a list, to tell its memory
+_OF_LARGEST = 0.01  # by less than this part of the largest value answers differ for rounding alone
 
 OIP_TO_NUMPY = {
     "BOOL": "bool",
@@ -198,6 +199,23 @@ def memory_of(value: Any, deep: int = 4) -> int:
         return _memory_of(value, deep)
     except Exception:  # noqa: BLE001  an estimate ends no training, whatever the object's code does
         return 0
+
+
+def differ_beyond_rounding(one: Array, other: Array, among: Array, of_spread: float) -> bool:
+    """Return whether answers of a model to the same samples are not about the same.
+
+    Those of other shapes, and numbers that are no floats, are not compared; nor is what has a NaN.
+
+    Args:
+        among: the answers to a whole batch.
+        of_spread: by less than this part of their spread they differ for rounding alone.
+    """
+    if one.dtype.kind != "f" or one.shape != other.shape or not one.size:
+        return False
+    values = among.astype(np.float64)
+    most = np.maximum(of_spread * np.ptp(values), _OF_LARGEST * np.abs(values).max())
+    apart = np.abs(one.astype(np.float64) - other.astype(np.float64)).max()
+    return bool(most and apart > most)
 
 
 def has_objects(value: Any) -> bool:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import logging
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -39,6 +38,7 @@ from distill_reader.balance.wire.server_connection import (
     Stalled,
 )
 from distill_reader.errors import BadRequest
+from distill_reader.listening import host_name
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,7 @@ class DiscoveryServer:
 
     def legacy_name(self) -> str:
         """Return a unique name for a student of the original, which sends none."""
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-        return f"legacy-{host[:40]}-{time.time_ns():x}-{next(self._numbers)}"
+        return f"legacy-{host_name()[:40]}-{time.time_ns():x}-{next(self._numbers)}"
 
     def _log(self, text: str) -> None:
         now = time.monotonic()

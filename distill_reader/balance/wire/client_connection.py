@@ -8,7 +8,7 @@ from typing import Any
 from distill_reader.balance.addresses import host_port_of
 from distill_reader.balance.wire.messages import HEAD, MAX_ANSWER_BYTES, body_bytes, decode, encode
 from distill_reader.errors import BadRequest, TransientFailure
-from distill_reader.listening import is_loopback
+from distill_reader.listening import are_apart
 from distill_reader.tokens import new_nonce, prove, proves
 
 CONNECT_S = 2.0
@@ -90,7 +90,7 @@ class ClientConnection:
     def is_elsewhere(self) -> bool:
         """Whether the server is on another host: the two ends have different addresses."""
         own, other = (self._writer.get_extra_info(name) for name in ("sockname", "peername"))
-        return bool(own and other and own[0] != other[0] and not is_loopback(other[0]))
+        return bool(own and other) and are_apart(own[0], other[0])
 
     async def send(self, body: Mapping[str, Any]) -> None:
         try:

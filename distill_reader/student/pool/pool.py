@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from distill_reader.backoff import backoff_s
 from distill_reader.errors import (
     BadRequest,
@@ -29,6 +27,7 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.model.specs import ModelSpec
+from distill_reader.model.tensors import differ_beyond_rounding
 from distill_reader.student.batches.feed import Feed, Request, RequestLimits
 from distill_reader.student.batches.items import unpadded
 from distill_reader.student.batches.meter import Meter
@@ -52,9 +51,8 @@ _MOST_REST_S = 1.0  # for a teacher that is busy again and again
 _FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
 _TIMEOUT_LOSSES = 3  # a timeout counts as so many lost connections
-# Of the spread of an answer's values, or of the largest one: by more a padded sample's differ not
-# for rounding alone, as of half precision.
-_MOST_DIFFERENCE, _MOST_OF_LARGEST = 0.02, 0.01
+# Of the spread of an answer's values: by more a padded sample's differ not for rounding alone.
+_MOST_DIFFERENCE = 0.02
 
 _Error = TypeVar("_Error", bound=DistillError)
 
@@ -402,15 +400,9 @@ class TeacherPool:
             self._trusts_padding = True  # it may even end by that: not again
             raise
         for name, column, other in zip(mapping.columns, columns, alone, strict=True):
-            row, own = column[at], other[0]
-            row = row[tuple(map(slice, own.shape))]  # of an output with a value per position
-            if row.dtype.kind != "f" or row.shape != own.shape or not row.size:
-                continue
-            values = column.astype(np.float64)
-            most = np.maximum(
-                _MOST_DIFFERENCE * np.ptp(values), _MOST_OF_LARGEST * np.abs(values).max()
-            )
-            if most and np.abs(row.astype(np.float64) - own.astype(np.float64)).max() > most:
+            own = other[0]
+            row = column[at][tuple(map(slice, own.shape))]  # of an output with a value per position
+            if differ_beyond_rounding(row, own, column, _MOST_DIFFERENCE):
                 raise UsageError(
                     f"padding: {mapping.endpoint}: output {name}: a padded sample gets another "
                     "answer than the sample as it is: give the model a mask as a further field, "

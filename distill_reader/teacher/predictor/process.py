@@ -23,6 +23,7 @@ import numpy as np
 from distill_reader.errors import BadRequest, ModelError, UsageError
 from distill_reader.model.normalization import Normalization, check_inputs, read_folder
 from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
+from distill_reader.model.tensors import differ_beyond_rounding
 from distill_reader.protocols.arena import Arena, attach
 from distill_reader.teacher.predictor.backend import Array, Backend, BackendFactory, Device
 from distill_reader.teacher.predictor.digest import digest_of
@@ -44,9 +45,9 @@ from distill_reader.teacher.predictor.wire import (
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-# Of the spread of a batch's outputs, or of the largest one: by more an answer does not differ for
-# rounding alone, which in a deep model of 8 bits is up to 0.03 of the spread.
-_MOST_DIFFERENCE, _MOST_OF_LARGEST = 0.05, 0.01
+# Of the spread of a batch's outputs: by more an answer does not differ for rounding alone, which is
+# up to 0.03 of it in a deep model of 8 bits.
+_MOST_DIFFERENCE = 0.05
 # Operators raise these for bad input tensors: Paddle's InvalidArgument, OutOfRange, Unimplemented
 # and more. After anything else, such as a lack of memory or an error of the device, the process
 # may be unfit to continue.
@@ -317,15 +318,7 @@ def _check_apart(model: LoadedModel, others: Mapping[str, Array], outputs: Seque
     spec, kept = model.spec, _kept(len(outputs[0]))
     again = _check_outputs(spec, model.backend.run(others), len(outputs[0]))
     for tensor, before, after in zip(spec.outputs, outputs, again, strict=True):
-        if before.dtype.kind != "f" or before.shape != after.shape or not before.size:
-            continue
-        values = before.astype(np.float64)
-        most = np.maximum(
-            _MOST_DIFFERENCE * np.ptp(values), _MOST_OF_LARGEST * np.abs(values).max()
-        )
-        if (
-            most and np.abs(values[:kept] - after[:kept].astype(np.float64)).max() > most
-        ):  # not where one is NaN
+        if differ_beyond_rounding(before[:kept], after[:kept], before, _MOST_DIFFERENCE):
             raise BadRequest(
                 f"output {tensor.name}: the answer to a sample depends on the others that are "
                 "computed with it, or differs each time, as of a model in training mode (batch "

@@ -1,12 +1,14 @@
 """Helpers of several tests: the repository's root, waiting, ports."""
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,6 +56,21 @@ def descriptors_free(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
         for fd in taken:
             os.close(fd)
+
+
+def end_late() -> None:
+    """Let the calling thread end 0.3 s later for the kernel than for Python.
+
+    So long the thread-local objects of a C++ library take, as it were.
+    """
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+    assert libc.pthread_setspecific(key, ctypes.c_void_p(300_000)) == 0
+
+
+def is_there(thread: threading.Thread) -> bool:
+    """Whether the kernel has the thread still."""
+    return Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.pool.pace import Pace
 from distill_reader.student.pool.pool import PoolSettings, TeacherPool
 from distill_reader.student.source import TeacherSource
+from distill_reader.student.threads import ForkSafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class ReaderSession:
         # Here, and before any thread: a framework's DataLoader forks its worker processes now, and
         # Paddle's needs the main thread for that.
         begun = [_begun(generator)]
-        self._thread = threading.Thread(
+        self._thread = ForkSafeThread(
             target=self._read, args=(begun,), name="edl-reader", daemon=True
         )
         # A thread still inside the generator's code (perhaps the framework's) can hang shutdown.

@@ -1,5 +1,6 @@
 """States that only shims hold are written: real shims, real segments, real writers."""
 
+import contextlib
 import json
 import logging
 import os
@@ -163,8 +164,12 @@ def test_a_shim_without_a_state_and_a_state_without_places_are_refused(shim):
 
 
 def writers() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if "pod_runtime.save" in each.cmdline()]
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended
+            if "pod_runtime.save" in each.cmdline():
+                found.append(each)
+    return found
 
 
 def test_a_writer_that_is_killed_amid_its_work_is_followed_by_another(shim, tmp_path):

@@ -40,6 +40,7 @@ from distill_reader.student.pool.pace import Pace
 from distill_reader.student.pool.request_mapping import RequestMapping, is_another, versions_of
 from distill_reader.student.pool.supervisor import Supervisor
 from distill_reader.student.pool.teacher_registry import MOST, Flight, Teacher, TeacherRegistry
+from distill_reader.student.threads import ForkSafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -696,7 +697,7 @@ class TeacherPool:
                 with self._lock:
                     self._threads.discard(thread)
 
-        thread = threading.Thread(target=run_and_leave, name=name, daemon=True)
+        thread = ForkSafeThread(target=run_and_leave, name=name, daemon=True)
         thread.start()  # it cannot remove itself before it is added: the caller has the lock
         self._threads.add(thread)
 

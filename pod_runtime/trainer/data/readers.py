@@ -6,8 +6,10 @@ ThreadReader    an iterator that may block (a loader with workers, a reader of t
 """
 
 import atexit
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +41,7 @@ from pod_runtime.trainer.progress.ledger import RunInfo
 
 _STOP_PERIOD_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+_END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +262,11 @@ class ThreadReader:
         atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        # For the kernel it ends later, as thread-local objects of C++ are destroyed. Paddle's hold
+        # a lock meanwhile: a loader's worker that is forked then would wait for it for ever.
+        task, deadline = f"/proc/self/task/{self._thread.native_id}", time.monotonic() + _END_S
+        while not self._thread.is_alive() and os.path.exists(task) and time.monotonic() < deadline:
+            time.sleep(0.0005)
 
     def _feed(self, start: Callable[[], Iterator[ShardBatch]]) -> None:
         items: Iterator[ShardBatch] | None = None

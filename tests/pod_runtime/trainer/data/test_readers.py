@@ -27,7 +27,7 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.progress.ledger import RunInfo
 from tests.pod_runtime.trainer.data.streams import Streams
-from tests.support import wait_until
+from tests.support import end_late, is_there, wait_until
 
 
 class Drawing:
@@ -271,12 +271,14 @@ def test_a_reader_is_closed_in_its_own_thread():
         try:
             yield from items_of(order(epochs=1000))
         finally:
-            closed.append(threading.current_thread().name)
+            closed.append(threading.current_thread())
+            end_late()
 
     reader = ThreadReader(start)
     reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
-    assert closed == ["reader"]
+    assert [thread.name for thread in closed] == ["reader"]
+    assert not is_there(closed[0])  # it holds no lock that a loader's worker would inherit
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def converge_legacy(work: Work) -> None:
 def resize_legacy(work: Work, pods: int, why: str) -> None:
     skip = why_not(work.job, pods)
     if not skip and pods == len(work.job.served):
-        skip = f"the job has {pods} pods already"
+        skip = f"the job has {counted(pods, 'pod')} already"
     if skip:
         work.note(f"{why}: skipped: {skip}")
     elif _commit_pods(work, pods, why):

@@ -247,7 +247,7 @@ def change_pods(work: Work, pods: int, why: str) -> None:
     size = len(stage.members)
     if pods == size:
         if pods == job.target:
-            work.note(f"{why}: skipped: the job has {pods} pods already")
+            work.note(f"{why}: skipped: the job has {counted(pods, 'pod')} already")
         else:
             work.set(target=pods)
             work.note(f"{why}: the job has {pods} pods and does not wait for more")

@@ -5,10 +5,11 @@ here first, at the port where rank 0 listens for the framework afterwards, and e
 together.
 """
 
+import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pod_runtime.trainer.errors import PeerLost
 
@@ -85,7 +86,7 @@ def _gather(port: int, name: str, world_size: int, look: Callable[[], None]) -> 
     received: dict[socket.socket, bytes] = {}
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        with listener, selectors.DefaultSelector() as ready:
+        with _ending(listener), selectors.DefaultSelector() as ready:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", port))
             listener.listen(world_size + 8)
@@ -111,7 +112,22 @@ def _gather(port: int, name: str, world_size: int, look: Callable[[], None]) -> 
             connection.sendall(_GO)
     finally:
         for connection in received:
-            connection.close()
+            with _ending(connection):
+                pass
+
+
+@contextlib.contextmanager
+def _ending(sock: socket.socket) -> Iterator[socket.socket]:
+    """Close a socket in the end, as well for processes that were forked meanwhile.
+
+    A loader's worker would keep the port from the framework, and the seat of a rank that has left.
+    """
+    try:
+        yield sock
+    finally:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
 
 
 def _read_rank(
@@ -138,7 +154,7 @@ def _read_rank(
 def _attend(address: tuple[str, int], line: bytes, look: Callable[[], None]) -> bool:
     """Announce this rank to rank 0, and wait; False: rank 0 is not there, or has gone."""
     try:
-        with socket.create_connection(address, 1.0) as connection:
+        with _ending(socket.create_connection(address, 1.0)) as connection:
             connection.settimeout(_LOOK_S)
             connection.sendall(line)
             answer = b""

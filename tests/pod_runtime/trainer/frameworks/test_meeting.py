@@ -1,8 +1,11 @@
 """Ranks meet before they form a group. Real sockets, threads for ranks."""
 
 import contextlib
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -49,6 +52,27 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def listen(port: int) -> None:
+    """Listen as a framework does, for a moment."""
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("", port))
+        again.listen()
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Have a child that has this process's sockets, and does nothing."""
+    if (pid := os.fork()) == 0:
+        while True:
+            signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_nobody_leaves_before_the_last_has_come_and_the_port_is_free_again(come: Come, port: int):
     ranks = [come(2), come(0)]
     wait_until(lambda: listens(port))
@@ -56,10 +80,25 @@ def test_nobody_leaves_before_the_last_has_come_and_the_port_is_free_again(come:
     ranks.append(come(1))
     for rank in ranks:
         rank.result(30)
-    with socket.socket() as again:
-        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("", port))
-        again.listen()
+    listen(port)
+
+
+@pytest.mark.full  # forks
+def test_a_process_that_is_forked_meanwhile_keeps_neither_the_port_nor_a_seat(come, port):
+    first = come(0)
+    wait_until(lambda: listens(port))
+    leaver = come(1, timeout_s=0.5)
+    time.sleep(0.2)
+    with forked():  # as a worker of the training's loader is
+        with pytest.raises(TimeoutError, match="have come"):
+            leaver.result(30)
+        second = come(2)
+        with pytest.raises(TimeoutError):
+            first.result(0.3)
+        third = come(1)
+        for rank in (first, second, third):
+            rank.result(30)
+        listen(port)
 
 
 def test_a_meeting_that_is_called_off_is_left_by_all_and_the_next_one_can_be_held(

@@ -8,6 +8,7 @@ import dataclasses
 
 from msgspec.structs import replace
 
+from job_server.api.text import counted
 from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
 from job_server.training.core.accounting import update_record

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from job_server.api.codec import WireError
+from job_server.api.text import counted
 from job_server.api.wire import DesiredState, Kill, PodStagePhase, ScriptKind, SlotKind, Way
 from job_server.cluster.change_script import ScriptedChange, parse_script, pods_after
 from job_server.cluster.placement import Cluster, explain_shortage, find_node

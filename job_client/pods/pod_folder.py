@@ -73,6 +73,14 @@ def is_gone(folder: Path) -> bool:
         return False
 
 
+def is_complete(folder: Path) -> bool:
+    """Return whether the pod's launcher has written that its training is complete."""
+    try:
+        return bool((folder / shim_wire.CLAIM).read_bytes())
+    except OSError:
+        return False
+
+
 def release(folder: Path) -> None:
     """Mark the folder as released; its log stays."""
     try:

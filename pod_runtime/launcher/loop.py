@@ -148,10 +148,10 @@ class Launcher:
                 self._pool.kill_all()
                 shim.close()
                 self._channel.close()
-        code = self._finish(self._exit)
         if self._exit.complete:
-            with contextlib.suppress(OSError):  # a full disk: only a mistake goes unnoticed
+            with contextlib.suppress(OSError):  # a full disk
                 os.write(claim, b"complete\n")
+        code = self._finish(self._exit)
         os.close(claim)
         return code
 

@@ -69,6 +69,7 @@ def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
     )
     state = server.want_until(PodPhase.EXITED, pod(slots=(1, 2), max_trainers=8))
     assert state.exit_code == 3
+    assert not state.complete
     assert state.reason == "exited with code 3"
     log = Path(state.log_path).read_text().splitlines()
     assert log[:2] == [str(tmp_path / "pods" / "pod_0_0"), "args --lr 0.1"]
@@ -83,8 +84,8 @@ def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
 
 
 def test_a_pod_that_exited_is_not_started_again(start_client, server, tmp_path):
-    start_client("date +%N >> ../starts; exit 1")
-    server.want_until(PodPhase.EXITED, pod())
+    start_client("date +%N >> ../starts; echo complete > $EDL_POD_DIR/launcher; exit 1")
+    assert server.want_until(PodPhase.EXITED, pod()).complete
     server.want_until(PodPhase.EXITED, pod(), pod("pod_1_0"))
     assert len((tmp_path / "pods" / "starts").read_text().splitlines()) == 2
 

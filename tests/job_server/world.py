@@ -125,6 +125,7 @@ class SimPod:
     tail: bool = False  # its launcher has exited 0, its script goes on
     save: SaveState | None = None  # what its client writes of that, or has written
     holds: bool = True  # its shim is there
+    complete: bool = False  # its launcher has written that the training is
 
     def die(self) -> None:
         """End with its shim, as a client finds it that starts after a loss of power."""
@@ -492,6 +493,7 @@ class World:
                 save=saved or pod.save,
                 holds=pod.holds and not leaving,
                 snapshot=pod.snapshot if pod.phase is PodPhase.EXITED else None,
+                complete=pod.complete and pod.phase is PodPhase.EXITED,
             )
             for pod in sim.pods.values()
         )
@@ -880,12 +882,12 @@ class World:
                 if pod.tail:
                     pod.end(code=self.tail_code)
         for sim, pod, launcher in self.launchers():
-            if launcher.done and not launcher.outbox:
+            if launcher.done:
                 launcher.done_at = min(launcher.done_at, self.now)
-                hears = sim.link and self.up
-                if not hears and self.now < launcher.done_at + wire.EXIT_REPORT_S:
+                is_told = sim.link and self.up and not launcher.outbox
+                if not is_told and self.now < launcher.done_at + wire.EXIT_REPORT_S:
                     continue
-                pod.launcher, pod.tail = None, True
+                pod.launcher, pod.tail, pod.complete = None, True, True
                 report = PodReport(kind=ReportKind.EXITED, stage=0, code=0)
                 if sim.link:
                     self.send(LauncherReported(pod.pod_id, report))

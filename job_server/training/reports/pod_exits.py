@@ -51,7 +51,10 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
             work.drop_pod(pod.pod_id)
         return  # final; a late report changes nothing
     _apply_save(work, pod, state.save)
-    changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
+    # A launcher that ended while the server was away has told the client alone.
+    is_done = pod.launcher_done or (state.complete and _completing(work, pod) is not None)
+    path = state.log_path[:PATH_CHARS] or pod.log_path
+    changed = replace(pod, phase=state.phase, log_path=path, launcher_done=is_done)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:

@@ -183,6 +183,19 @@ def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothin
     assert made.job.budget.failures == 0
 
 
+def test_a_training_that_was_complete_while_the_server_was_away_is_not_run_again():
+    made = trains(world(total_steps=40))
+    made.stored = made.job
+    made.stop_server()
+    made.rounds(300)  # the launchers give up telling it, and the scripts end
+    pods = [pod for sim in made.nodes.values() for pod in sim.pods.values()]
+    assert {pod.phase for pod in pods} == {PodPhase.EXITED}
+    made.start_server()
+    made.run_until(JobState.SUCCEEDED)
+    assert len(records(made)) == 1
+    assert made.job.budget.failures == 0
+
+
 def test_a_launcher_that_is_killed_before_its_trainers_are_known_to_be_elastic_is_no_success():
     """The OOM killer comes while they build the model."""
     made = world(total_steps=40)

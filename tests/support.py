@@ -59,13 +59,13 @@ def descriptors_free(count: int) -> Iterator[None]:
 
 
 def end_late() -> None:
-    """Let the calling thread end 0.3 s later for the kernel than for Python.
+    """Let the calling thread end 0.1 s later for the kernel than for Python.
 
     So long the thread-local objects of a C++ library take, as it were.
     """
     libc, key = ctypes.CDLL(None), ctypes.c_uint()
     assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
-    assert libc.pthread_setspecific(key, ctypes.c_void_p(300_000)) == 0
+    assert libc.pthread_setspecific(key, ctypes.c_void_p(100_000)) == 0
 
 
 def is_there(thread: threading.Thread) -> bool:

@@ -88,7 +88,7 @@ def test_a_process_that_is_forked_meanwhile_keeps_neither_the_port_nor_a_seat(co
     first = come(0)
     wait_until(lambda: listens(port))
     leaver = come(1, timeout_s=0.5)
-    time.sleep(0.2)
+    time.sleep(0.2)  # it has taken its seat by then; if not, this test sees less
     with forked():  # as a worker of the training's loader is
         with pytest.raises(TimeoutError, match="have come"):
             leaver.result(30)

@@ -117,7 +117,7 @@ class PodSupervisor:
             holds=self._holds,
             snapshot=self._snapshot,
             submitted_at=self.spec.submitted_at,
-            complete=ended is not None and pod_folder.is_complete(self.folder),
+            complete=pod_folder.is_complete(self.folder),
         )
 
     def _usage(self, found: list[Process]) -> tuple[float, int]:

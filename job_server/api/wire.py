@@ -269,7 +269,7 @@ class PodState(Message, frozen=True, kw_only=True):
     holds: bool = True  # EXITED: its shim is there, with what it holds
     snapshot: SnapshotRef | None = None  # EXITED: what it held then; None: nothing, or not known
     submitted_at: float = 0.0  # of the job that it was started for; 0: not known
-    complete: bool = False  # EXITED: its launcher has said that the training is
+    complete: bool = False  # its launcher has left, and has written that the training is
 
 
 class SlotFault(Message, frozen=True, kw_only=True):

@@ -148,10 +148,10 @@ class Launcher:
                 self._pool.kill_all()
                 shim.close()
                 self._channel.close()
-        if self._exit.complete:
+        code = self._finish(self._exit)
+        if self._exit.complete:  # after what the server is told: this tells of no step and no loss
             with contextlib.suppress(OSError):  # a full disk
                 os.write(claim, b"complete\n")
-        code = self._finish(self._exit)
         os.close(claim)
         return code
 

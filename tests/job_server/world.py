@@ -493,7 +493,7 @@ class World:
                 save=saved or pod.save,
                 holds=pod.holds and not leaving,
                 snapshot=pod.snapshot if pod.phase is PodPhase.EXITED else None,
-                complete=pod.complete and pod.phase is PodPhase.EXITED,
+                complete=pod.complete,
             )
             for pod in sim.pods.values()
         )

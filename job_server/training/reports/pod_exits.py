@@ -51,10 +51,10 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
             work.drop_pod(pod.pod_id)
         return  # final; a late report changes nothing
     _apply_save(work, pod, state.save)
-    # A launcher that ended while the server was away has told the client alone.
-    is_done = pod.launcher_done or (state.complete and _completing(work, pod) is not None)
-    path = state.log_path[:PATH_CHARS] or pod.log_path
-    changed = replace(pod, phase=state.phase, log_path=path, launcher_done=is_done)
+    stage = _completing(work, pod) if state.complete and not pod.launcher_done else None
+    if stage is not None:  # its launcher left while the server was away
+        pod = _left(work, pod, stage)
+    changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:
@@ -286,9 +286,16 @@ def launcher_exited(work: Work, pod: TrainingPod, report: PodReport) -> None:
     if report.code != 0 or stage is None:
         exited(work, pod, code=report.code, reason=report.reason)
         return
+    _left(work, pod, stage)
+
+
+def _left(work: Work, pod: TrainingPod, stage: JobStage) -> TrainingPod:
+    """Enter that a pod's launcher has left, as its trainers were done; return the pod."""
     work.move(stage, pod.pod_id, PodStagePhase.LEFT)
-    work.set_pod(replace(pod, launcher_done=True))
+    done = replace(pod, launcher_done=True)
+    work.set_pod(done)
     work.note(f"the trainers of pod {pod.pod_id} are done; waiting for its script to end")
+    return done
 
 
 def finish_unsupervised(work: Work) -> None:

@@ -183,14 +183,24 @@ def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothin
     assert made.job.budget.failures == 0
 
 
-def test_a_training_that_was_complete_while_the_server_was_away_is_not_run_again():
+@pytest.mark.parametrize("script_ends", [True, False])
+def test_a_training_that_was_complete_while_the_server_was_away_is_not_run_again(script_ends):
     made = trains(world(total_steps=40))
+    pods = [pod for sim in made.nodes.values() for pod in sim.pods.values()]
     made.stored = made.job
     made.stop_server()
-    made.rounds(300)  # the launchers give up telling it, and the scripts end
-    pods = [pod for sim in made.nodes.values() for pod in sim.pods.values()]
-    assert {pod.phase for pod in pods} == {PodPhase.EXITED}
+    while not all(pod.tail for pod in pods):  # the launchers give up telling it
+        made.round(0.5)
+    if script_ends:
+        made.round(0.5)
+        assert {pod.phase for pod in pods} == {PodPhase.EXITED}
+    else:
+        made.leave_done = lambda: None  # type: ignore[method-assign]  # as it does for an hour
     made.start_server()
+    made.rounds(600)
+    if not script_ends:
+        assert made.job.state is RUNNING
+        del made.leave_done
     made.run_until(JobState.SUCCEEDED)
     assert len(records(made)) == 1
     assert made.job.budget.failures == 0

@@ -28,7 +28,8 @@ in_background() {
     printf '%s %s\n' "$started_pid" "$(started_at "$started_pid")" >"$state/$name.pid"
 }
 
-# stop_background NAME SECONDS: SIGTERM, wait, and after that many seconds say that it still runs.
+# stop_background NAME SECONDS: SIGTERM, wait, and after that many seconds say that it still runs. A
+# second call only waits: a client takes a second signal as "now, without what you have not written".
 stop_background() {
     local name="$1" seconds="$2" pid deadline
     pid="$(running_pid "$state/$name.pid")"
@@ -37,11 +38,17 @@ stop_background() {
         say "$name does not run."
         return
     fi
-    kill -TERM "$pid" 2>/dev/null || true
+    if grep -qx asked "$state/$name.pid"; then
+        say "$name was asked to end before; waiting for it."
+    else
+        kill -TERM "$pid" 2>/dev/null || true
+        echo asked >>"$state/$name.pid" || true # a full disk
+    fi
     deadline=$((SECONDS + seconds))
     while [ -n "$(running_pid "$state/$name.pid")" ]; do
         if [ "$SECONDS" -ge "$deadline" ]; then
-            die "$name (pid $pid) still runs after $seconds s; see $state/$name.log, or: kill -KILL $pid"
+            die "$name (pid $pid) still runs after $seconds s; see $state/$name.log. Call this again to go on" \
+                "waiting; kill $pid ends it at once, without what it has not written."
         fi
         sleep 0.1
     done
@@ -95,8 +102,10 @@ choose_token() {
     [ -z "$(option token_file "${EDL_TOKEN_FILE:-${EDL_TOKEN:-}}" "$@")" ] || return 0
     if [ ! -e "$state/token" ]; then
         [ "$how" = make ] || return 0
-        (umask 077 && set -o noclobber &&
-            od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$state/token") ||
+        # Written aside: a full disk leaves no empty token, and of two scripts at once one wins.
+        (umask 077 && set -o pipefail && trap 'rm -f "$state/token.$$"' EXIT &&
+            od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$state/token.$$" &&
+            mv -n "$state/token.$$" "$state/token" && [ -e "$state/token" ]) ||
             die "$state/token cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
     fi
     EDL_TOKEN_FILE="$(cd "$state" && pwd)/token"

@@ -22,21 +22,24 @@ CLIENT = ROOT / "scripts" / "start_job_client.sh"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def environment(tmp_path: Path) -> dict[str, str]:
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "EDL_"))}
+    return ours | {
+        "EDL_STATE_DIR": str(tmp_path / "state"),
+        "EDL_PYTHON": sys.executable,
+        "EDL_NO_GPU": "1",
+        "EDL_CPU_SLOTS": "2",
+    }
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Run one of the scripts with this test's own folder for pid files and logs."""
 
     def call(script: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        ours = {k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "EDL_"))}
-        ours |= {
-            "EDL_STATE_DIR": str(tmp_path / "state"),
-            "EDL_PYTHON": sys.executable,
-            "EDL_NO_GPU": "1",
-            "EDL_CPU_SLOTS": "2",
-        }
         return subprocess.run(
             ["bash", str(script), *args],
-            env=ours | env,
+            env=environment(tmp_path) | env,
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -258,6 +261,17 @@ def test_the_client_may_be_started_before_the_server(run: Run, tmp_path: Path, p
         wait_until(lambda: api.nodes())
 
 
+def test_a_token_that_could_not_be_written_is_none(run: Run, tmp_path: Path, port: str):
+    full = tmp_path / "bin" / "tr"
+    full.parent.mkdir()
+    full.write_text("#!/bin/bash\necho >/dev/full")
+    full.chmod(0o755)
+    refused = run(SERVER, "--server_port", port, PATH=f"{full.parent}:{os.environ['PATH']}")
+    assert refused.returncode == 1
+    assert "token cannot be made" in refused.stderr
+    assert list((tmp_path / "state").glob("token*")) == []
+
+
 def test_a_client_without_the_servers_token_is_told_where_it_is(
     run: Run, tmp_path: Path, port: str
 ):
@@ -354,6 +368,35 @@ def test_a_process_that_has_taken_over_the_pid_is_not_stopped(run: Run, tmp_path
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_client_is_asked_to_end_once_however_often_stop_is_called(tmp_path: Path):
+    """A second signal would end it at once, without the state that it is writing."""
+    said, done = tmp_path / "said", tmp_path / "done"
+    client = (
+        f"trap 'echo TERM >>{said}' TERM; touch {said}; until [ -e {done} ]; do sleep 0.1; done"
+    )
+    (tmp_path / "state").mkdir()
+    settings = environment(tmp_path)
+    start = f"in_background job_client bash -c {shlex.quote(client)}"
+    subprocess.run(
+        ["bash", "-c", f"source scripts/lib.sh; source scripts/background.sh; {start}"],
+        cwd=ROOT, env=settings, check=True,
+    )  # fmt: skip
+    try:
+        wait_until(said.exists)
+        stop = ["bash", str(CLIENT), "--stop"]
+        with subprocess.Popen(stop, env=settings) as first:
+            wait_until(lambda: "asked" in (tmp_path / "state" / "job_client.pid").read_text())
+            first.terminate()  # its user has had enough of waiting
+        with subprocess.Popen(stop, env=settings, stderr=subprocess.PIPE, text=True) as second:
+            assert second.stderr is not None
+            assert "was asked to end before" in second.stderr.readline()
+            done.touch()
+            assert "has stopped" in second.stderr.read()
+    finally:
+        done.touch()
+    assert said.read_text() == "TERM\n"
 
 
 def test_a_client_runs_a_script_until_it_is_stopped(run: Run, tmp_path: Path, port: str):

@@ -36,7 +36,7 @@ class NodeApi(Protocol):
     """The calls of `job_server.api.api_client.ApiClient` that a client needs."""
 
     def register_node(self, node: Node) -> NodePlan: ...
-    def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan: ...
+    def node_plan(self, node_id: str, revision: int, timeout_s: float, client: str) -> NodePlan: ...
     def node_report(self, report: NodeReport) -> Acknowledgement: ...
     def jobs(self) -> tuple[JobStatus, ...]: ...
 
@@ -207,7 +207,8 @@ class NodeLink:
         if known is None:
             self._register(api)
             return
-        plan = api.node_plan(self._node_id(), known.revision, POLL_S)
+        node = self._registered_as()
+        plan = api.node_plan(node.node_id, known.revision, POLL_S, node.client)
         self._do.contact(sent_at)
         if plan.server_id != known.server_id:
             self._register_again("the server has restarted")
@@ -246,10 +247,10 @@ class NodeLink:
         self._registered.set()
         self._report_now.set()
 
-    def _node_id(self) -> str:
+    def _registered_as(self) -> Node:
         with self._lock:
             assert self._node is not None
-            return self._node.node_id
+            return self._node
 
     def _current(self) -> NodePlan | None:
         with self._lock:

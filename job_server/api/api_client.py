@@ -228,9 +228,17 @@ class ApiClient:
         """Register; Conflict: another client has its id, or uses its ports on the same address."""
         return self._call(routes.REGISTER_NODE, body=node)
 
-    def node_plan(self, node_id: str, revision: int = -1, timeout_s: float = 0) -> wire.NodePlan:
-        """Return the plan as soon as its revision is not `revision`; NotFound: register again."""
-        return self._poll(routes.NODE_PLAN, node_id, revision=revision, timeout_s=timeout_s)
+    def node_plan(
+        self, node_id: str, revision: int = -1, timeout_s: float = 0, client: str = ""
+    ) -> wire.NodePlan:
+        """Return the plan as soon as its revision is not `revision`; NotFound: register again.
+
+        Args:
+            client: who asks, as in Node; "": whoever has the node.
+        """
+        return self._poll(
+            routes.NODE_PLAN, node_id, revision=revision, timeout_s=timeout_s, client=client
+        )
 
     def node_report(self, report: wire.NodeReport) -> wire.Acknowledgement:
         """Send a heartbeat; NotFound: register again."""
@@ -295,8 +303,8 @@ class ApiClient:
 
     # --- HTTP -----------------------------------------------------------------------------------
 
-    def _poll(self, route: Route[P], *ids: str, revision: int, timeout_s: float) -> P:
-        query: dict[str, float | str] = {"revision": revision, "timeout_s": timeout_s}
+    def _poll(self, route: Route[P], *ids: str, revision: int, timeout_s: float, **more: str) -> P:
+        query: dict[str, float | str] = {"revision": revision, "timeout_s": timeout_s, **more}
         return self._call(route, *ids, query=query, wait_s=timeout_s)
 
     def _call(

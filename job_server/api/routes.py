@@ -74,6 +74,9 @@ _TIMEOUT = QueryParameter(
     name="timeout_s", summary="How long to wait for that.", kind=float, high=wire.MAX_POLL_S
 )
 _POLL = (_REVISION, _TIMEOUT)
+_CLIENT = QueryParameter(
+    name="client", summary="Of whom, as in Node: 404 once it is another's.", kind=str, default=None
+)
 _DISCARD = QueryParameter(
     name="discard",
     summary="1: at once; what is only in memory is not written but lost.",
@@ -252,7 +255,7 @@ NODE_PLAN = Route(
     path=f"{_NODE}/plan",
     who="job client",
     summary="The pods of a node; a long poll. 404: register again.",
-    query=_POLL,
+    query=(*_POLL, _CLIENT),
     answer=wire.NodePlan,
     errors=(404,),
 )

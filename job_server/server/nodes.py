@@ -120,14 +120,16 @@ class NodeRegistry:
         self._members = 0  # how often nodes have registered or left
         self._changes = 0  # ... and reported
 
-    def get(self, node_id: str) -> KnownNode:
-        """Raise NotFound unless the node is registered."""
+    def get(self, node_id: str, client: str | None = None) -> KnownNode:
+        """Raise NotFound unless the node is registered, and not by another client than that."""
         known = self.nodes.get(node_id)
         if known is None:
             raise NotFound(
                 f"node {node_id[:100]!r} is not registered: its job client does not run, or has "
                 f"not reached this server; `edl nodes` lists those that have"
             )
+        if not _is_same_client(client or "", known.node.client):
+            raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:
@@ -256,7 +258,9 @@ class NodeRegistry:
     def is_late(self, node_id: str, report: wire.NodeReport) -> bool:
         """Whether a newer report of the same client was there first: this one says what was."""
         known = self.nodes.get(node_id)
-        return known is not None and 0 < report.sent_ms < known.newest_ms
+        if known is None or not _is_same_client(report.client, known.node.client):
+            return False  # another's clock says nothing of it
+        return 0 < report.sent_ms < known.newest_ms
 
     def note_report(self, node_id: str, report: wire.NodeReport, now: float) -> bool:
         """Store a heartbeat; return whether placement may change with it.
@@ -264,9 +268,7 @@ class NodeRegistry:
         Raises:
             NotFound: the node is not registered, or now is that of another client.
         """
-        known = self.get(node_id)
-        if not _is_same_client(report.client, known.node.client):
-            raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
+        known = self.get(node_id, report.client)
         drains = report.draining != ("" if known.report is None else known.report.draining)
         self._members += drains
         changed = (

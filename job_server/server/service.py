@@ -388,15 +388,20 @@ class JobService:
             self.engine.registry.check(node, self.now())
             return self.engine.add_node(node).plan.poll(-1, 0)
 
-    def plan(self, node_id: str, revision: int, timeout_s: float) -> JsonReply:
+    def plan(
+        self, node_id: str, revision: int, timeout_s: float, client: str | None = None
+    ) -> JsonReply:
         """Return a NodePlan, as soon as its revision is not `revision`.
 
         Raises:
-            NotFound: the node is not registered.
+            NotFound: the node is not registered, or by another client: two would run its pods.
         """
         with self.engine.lock:
-            known = self.engine.registry.get(node_id)
-        return known.plan.poll(revision, timeout_s)
+            known = self.engine.registry.get(node_id, client)
+        reply = known.plan.poll(revision, timeout_s)
+        with self.engine.lock:
+            self.engine.registry.get(node_id, client)  # another may have taken it over meanwhile
+        return reply
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
         """Apply a node's heartbeat to its jobs.

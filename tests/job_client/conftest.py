@@ -54,7 +54,9 @@ class FakeServer:
             self.nodes.append(node)
             return self._plan()
 
-    def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan:
+    def node_plan(
+        self, node_id: str, revision: int, timeout_s: float, client: str = ""
+    ) -> NodePlan:
         with self._changed:
             self._check()
             server_id = self._server_id

@@ -385,9 +385,12 @@ def test_a_live_node_is_one_clients_and_another_gets_it_once_that_is_silent():
     with open_service(now=lambda: clock[0]) as service:
         client = browse(service)
 
-        def says(who: str) -> int:
-            report = wire.encode(wire.NodeReport(node_id="node-a", client=who))
+        def says(who: str, sent_ms: int = 0) -> int:
+            report = wire.encode(wire.NodeReport(node_id="node-a", client=who, sent_ms=sent_ms))
             return client.post("/api/v1/nodes/node-a/report", json=report).status_code
+
+        def asks(who: str) -> int:
+            return client.get(f"/api/v1/nodes/node-a/plan?client={who}").status_code
 
         def registers(who: str) -> Any:
             return client.post("/api/v1/nodes", json=wire.encode(cpu_node(client=who)))
@@ -397,10 +400,12 @@ def test_a_live_node_is_one_clients_and_another_gets_it_once_that_is_silent():
         assert_refused(registers("two"), 409, "--node_id")
         assert registers("").status_code == 200  # the version before says nothing
         assert registers("one").status_code == 200  # itself, again
-        assert says("one") == 200
+        assert (says("one"), asks("one"), asks("")) == (200, 200, 200)
         clock[0] += 60
         assert registers("two").status_code == 200
-        assert (says("one"), says("two")) == (404, 200)
+        assert (asks("one"), asks("two")) == (404, 200)  # two clients would run the same pods
+        # The other one's machine has been up for longer: that is no older report of its own.
+        assert (says("two", sent_ms=2000), says("one", sent_ms=1000)) == (200, 404)
         assert registers("one").status_code == 409
 
 

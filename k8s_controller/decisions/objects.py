@@ -23,6 +23,13 @@ STATE = "/state"  # where the containers work; all our paths are relative to it
 USER = 10001  # of the image
 GRACE_S = 120  # of a trainer pod, if its template names none: it leaves within that
 _STOPPING_S = 30  # of the grace: what the job client has left once it gets SIGTERM
+_SERVER_TAKES = (  # of the template: where its pods may run, and who may pull their images
+    "imagePullSecrets",
+    "nodeSelector",
+    "priorityClassName",
+    "serviceAccountName",
+    "tolerations",
+)
 _SERVER_RESOURCES: Manifest = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"memory": "1Gi"},
@@ -125,6 +132,11 @@ def server_pod(owner: Object, spec: TrainingJobSpec) -> Manifest:
     state: Manifest = {"emptyDir": {}}
     if spec.storage is not None:
         state = {"persistentVolumeClaim": {"claimName": server_name(job)}}
+    image = {"image": spec.server_image}
+    if not spec.server_image:  # the trainer's is there, or is pulled, as for the trainer
+        image = {
+            key: spec.trainer[key] for key in ("image", "imagePullPolicy") if key in spec.trainer
+        }
     pod: Manifest = {
         "restartPolicy": "Always",
         "automountServiceAccountToken": False,
@@ -134,7 +146,7 @@ def server_pod(owner: Object, spec: TrainingJobSpec) -> Manifest:
         "containers": [
             {
                 "name": "server",
-                "image": spec.server_image or spec.trainer["image"],
+                **image,
                 "workingDir": STATE,
                 "command": ["python", "-m", "job_server"],
                 "args": [
@@ -156,7 +168,7 @@ def server_pod(owner: Object, spec: TrainingJobSpec) -> Manifest:
         ],
         "volumes": [{"name": "state"} | state, {"name": "tmp", "emptyDir": {}}],
     }
-    for name in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
+    for name in _SERVER_TAKES:
         if name in template:
             pod[name] = template[name]
     return _object(owner, "v1", "Pod", server_name(job), "server") | {"spec": pod}

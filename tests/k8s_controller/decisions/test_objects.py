@@ -30,6 +30,7 @@ def full_template() -> dict[str, Any]:
             "tolerations": [{"key": "spot", "operator": "Exists"}],
             "priorityClassName": "high",
             "imagePullSecrets": [{"name": "registry"}],
+            "serviceAccountName": "pulls",
             "topologySpreadConstraints": [
                 {
                     "maxSkew": 1,
@@ -44,6 +45,7 @@ def full_template() -> dict[str, Any]:
                 {
                     "name": "trainer",
                     "image": "edl:1",
+                    "imagePullPolicy": "Never",
                     "args": ["python", "-m", "pod_runtime.launch", "train.py"],
                     "resources": {"limits": {"nvidia.com/gpu": 2}},
                     "volumeMounts": [{"name": "data", "mountPath": "/tmp"}],
@@ -76,6 +78,25 @@ def test_pods_keep_the_restricted_standard():
         pod = each["spec"]
         assert restricted_by(pod) == []
         assert not pod["automountServiceAccountToken"]
+
+
+@pytest.mark.parametrize(
+    ("server", "image"),
+    [
+        pytest.param({}, {"image": "edl:1", "imagePullPolicy": "Never"}, id="the trainer's"),
+        pytest.param({"image": "own:2"}, {"image": "own:2"}, id="its own"),
+    ],
+)
+def test_a_servers_image_is_pulled_as_its_trainers(server, image):
+    pod = next(
+        each["spec"]
+        for each in all_objects(template=full_template(), server=server)
+        if each["kind"] == "Pod"
+    )
+    (container,) = pod["containers"]
+    assert {key: container[key] for key in container if key.startswith("image")} == image
+    assert pod["serviceAccountName"] == "pulls"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
 def test_a_trainer_pod_is_the_template_with_the_job_client_in_it():

@@ -32,6 +32,12 @@ class ClientDir:
                 f"--log_dir: another job client runs in {log_dir}; end it, or give this one a "
                 "folder of its own"
             ) from None
+        except OSError as error:
+            os.close(self._lock)
+            raise SetupError(
+                f"--log_dir: {log_dir} cannot be locked ({error.strerror}); give a folder on a "
+                "local disk"
+            ) from None
         self.log_dir = log_dir
         try:
             self.marker = self._read_marker()

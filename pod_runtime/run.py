@@ -213,7 +213,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         script_args=tuple(args.args),
         preload=args.preload,
         cwd=Path.cwd(),
-        folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(2)}",
+        folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(4)}",
         heartbeat_s=args.heartbeat_s,
         token=token,
         keep_runs=args.keep_runs,

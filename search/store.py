@@ -69,6 +69,10 @@ class StudyStore:
             with self._lock as lock:
                 text = f"another `edl search` runs this study (pid {lock.read(20)})"
             raise ConfigError(f"{folder}: {text}") from None
+        except OSError as error:
+            self._lock.close()
+            text = f"it cannot be locked ({error.strerror}); name a folder on a local disk"
+            raise ConfigError(f"{folder}: {text}") from None
         try:
             self._lock.truncate(0)
             self._lock.write(str(os.getpid()))

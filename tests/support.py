@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import importlib.util
 import itertools
 import os
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -71,6 +74,14 @@ def end_late() -> None:
 def is_there(thread: threading.Thread) -> bool:
     """Whether the kernel has the thread still."""
     return Path(f"/proc/self/task/{thread.native_id}").exists()
+
+
+@contextlib.contextmanager
+def no_file_locks() -> Iterator[None]:
+    """As on a file system that has none: some mounts of NFS and Lustre."""
+    refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    with patch.multiple(fcntl, flock=Mock(side_effect=refused), lockf=Mock(side_effect=refused)):
+        yield
 
 
 @contextlib.contextmanager

@@ -401,6 +401,7 @@ def _end(api: ApiClient, args: argparse.Namespace) -> None:
     else:
         end = {"stop": api.stop, "delete": api.delete}[args.verb]
         status = end(args.job, discard=args.discard)
+    api.patience_s = PATIENCE_S
     try:
         _follow_end(api, args, status, seen)
     except KeyboardInterrupt:
@@ -520,6 +521,7 @@ def _order_slot(api: ApiClient, args: argparse.Namespace) -> None:
 def _drain(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 0, 86400)
     known = api.limit_node(args.node, 0, drain=True)
+    api.patience_s = PATIENCE_S
     if args.wait:
         give_back = f"`edl capacity {args.node} --slots all` lets jobs use the node again"
         wait_until_left(api, args.node, args.wait, give_back)
@@ -533,6 +535,7 @@ def _drain(api: ApiClient, args: argparse.Namespace) -> None:
 def _drill(api: ApiClient, args: argparse.Namespace) -> None:
     wire.check_range("--wait", args.wait, 1, 86400)
     is_node = any(known.node.node_id == args.target for known in api.nodes())
+    api.patience_s = PATIENCE_S
     drill = drill_node if is_node else drill_job
     with ended_as_by_ctrl_c():
         lines = drill(api, args.target, args.wait)

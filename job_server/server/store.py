@@ -1,5 +1,7 @@
 """Keep jobs, nodes and events in one SQLite file. All is written before it is published."""
 
+import errno
+import fcntl
 import json
 import sqlite3
 import threading
@@ -59,6 +61,16 @@ class StoredJob:
     last_event: int  # 0: it has none
 
 
+def _has_locks(path: str) -> bool:
+    """Return whether its file system has file locks; some mounts of NFS and Lustre do not."""
+    try:
+        with open(path, "ab") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+    return True
+
+
 class Store:
     """One open database. Safe to use from any thread; only one server may have it open.
 
@@ -88,6 +100,11 @@ class Store:
             self._prepare()
         except sqlite3.Error as error:
             self.connection.close()
+            if not _has_locks(path):
+                raise ConfigError(
+                    f"--db: the file system of {path} has no file locks; name a file on a local "
+                    "disk (for `edl run`, a --log_dir there)"
+                ) from None
             if "locked" in str(error):
                 raise ConfigError(
                     f"--db: {path} is in use by another job server; stop that one or name another"

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_RUNS = 200
 KEEP_DAYS = 30.0
-_NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")  # as `run.read_config` names them
+_NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4,8}")  # as `run.read_config` names them; 4 before
 
 
 def drop_old_runs(log_dir: Path, keep: int, now: float) -> list[Path]:

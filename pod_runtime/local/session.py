@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class LocalSession:
         self._run_id = uuid.uuid4().hex
         self._token_file = config.folder / "token"
         self._env = self._environment(environ)
-        self._port = _free_port()
+        self._port, self._port_claim = claim_port(random.sample(_SERVER_PORTS, 100))
         self._url = f"http://127.0.0.1:{self._port}"
         self._server: LocalProgram | None = None  # None: not started
         self._client: LocalProgram | None = None  # None: not started
@@ -420,14 +420,19 @@ def show(text: str) -> None:
         sys.stdout.flush()
 
 
-def _free_port() -> int:
-    """Return a free port.
+def claim_port(ports: Iterable[int]) -> tuple[int, socket.socket]:
+    """Return the first free one, and what keeps it from other runs while that is open.
+
+    A server opens its port a second later, and again when it restarts.
 
     Raises:
         LaunchError: there is none.
     """
-    for port in random.sample(_SERVER_PORTS, 100):
+    for port in ports:
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0edl-run-port-{port}")  # as long as a process lives, for all users
             probe.bind(("127.0.0.1", port))
-            return port
+            return port, claim
+        claim.close()
     raise LaunchError(f"no free port from {_SERVER_PORTS[0]} to {_SERVER_PORTS[-1]}")

@@ -22,7 +22,7 @@ from job_server.training.machine import new_job
 from job_server.training.views import job_status
 from pod_runtime import env, processes, shim_wire
 from tests.job_client.conftest import Client, FakeServer, kill_all, pod
-from tests.support import no_descriptor_free, wait_until
+from tests.support import no_descriptor_free, no_file_locks, wait_until
 
 
 def shim_pid(tmp_path: Path, pod_id: str = "pod_0_0") -> int:
@@ -709,6 +709,8 @@ def test_a_wrong_token_ends_the_client(start_client, server):
 def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
     start_client()
     with pytest.raises(SetupError, match="another job client runs in"):
+        start_client()
+    with no_file_locks(), pytest.raises(SetupError, match=r"cannot be locked .*; give a folder on"):
         start_client()
 
 

@@ -23,7 +23,7 @@ from pod_runtime.run import count_gpus, read_config, train_sh
 from tests import stranger
 from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
-from tests.support import wait_until
+from tests.support import free_port, wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))
 MARK = "EDL_TEST_RUN"
@@ -114,6 +114,16 @@ def a_jobs_state(url: str, token: str | None) -> str:
 
 
 @stranger.needs_root
+def test_runs_that_start_at_once_do_not_choose_one_port():
+    """Their servers open it later: that it is free now says nothing."""
+    ports = [free_port(), free_port()]
+    first, claim = run_session.claim_port(ports)
+    second, other = run_session.claim_port(ports)
+    with claim, other, pytest.raises(LaunchError, match="no free port"):
+        run_session.claim_port(ports)
+    assert [first, second] == ports
+
+
 def test_another_user_of_this_machine_can_neither_see_nor_stop_the_job(run, tmp_path):
     job = run("--cpu_slots", "1", TOY)
     url, latest = job.url(), (tmp_path / "edl_run" / "latest").resolve()

@@ -21,7 +21,7 @@ from search.study_file import (
     read_study,
 )
 from tests.search.study import job, study
-from tests.support import nothing_writable
+from tests.support import no_file_locks, nothing_writable
 
 optuna = pytest.importorskip("optuna")
 from search.run import Search  # noqa: E402 - they need it, too
@@ -268,6 +268,11 @@ def test_a_study_that_was_begun_before_choices_were_kept_as_written_goes_on(tmp_
 
 def test_one_search_at_a_time_has_a_study(tmp_path):
     with StudyStore(tmp_path, SPEC), pytest.raises(ConfigError, match="another `edl search` runs"):
+        StudyStore(tmp_path, SPEC)
+    with (
+        no_file_locks(),
+        pytest.raises(ConfigError, match=r"cannot be locked .*; name a folder on"),
+    ):
         StudyStore(tmp_path, SPEC)
     StudyStore(tmp_path, SPEC).close()
 

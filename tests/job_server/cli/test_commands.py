@@ -371,6 +371,29 @@ def test_what_is_followed_is_followed_on_once_the_server_is_back(tmp_path, capsy
     assert "STOPPED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["stop", "followed"], ["delete", "followed"], ["drain", "node-a", "--wait", "60"]],
+    ids=lambda words: words[0],
+)
+def test_an_end_is_waited_for_while_the_server_is_started_again(tmp_path, capsys, command):
+    with running_server(tmp_path, "--no_job", "--heartbeat_s", "60") as server:
+        with server.api() as api:
+            api.submit(wire.JobSpec(job_id="followed", grace_s=60))
+            api.register_node(cpu_node(job_id="followed"))
+            wait_until(lambda: api.node_plan("node-a").pods)
+            before = api.node_plan("node-a").pods
+        end = InThread(lambda: main([*command, "--server", server.url]))
+        with server.api() as api:
+            wait_until(lambda: api.node_plan("node-a").pods != before)
+        server.kill()
+        server.start()
+        with server.api() as api:
+            api.register_node(cpu_node(job_id="followed"))
+            api.node_report(wire.NodeReport(node_id="node-a"))
+        assert end.result() == 0, capsys.readouterr().err
+
+
 def test_who_follows_what_was_never_there_is_told_at_once(monkeypatch, capsys):
     monkeypatch.setattr(commands, "PATIENCE_S", 3600.0)
     for verb in ("events", "logs", "status"):

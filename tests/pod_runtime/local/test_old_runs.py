@@ -11,7 +11,7 @@ NOW = 1_800_000_000.0
 
 def make_run(log_dir: Path, number: int, *, days: float, more: str = "") -> Path:
     """Make the folder of a run in which nothing was written for so many days."""
-    folder = log_dir / f"20260101-{number:06d}-ab12"
+    folder = log_dir / f"20260101-{number:06d}-ab12{'cd34' * (number % 2)}"
     paths = [folder / "server.db", folder / "run" / "ledger.jsonl"]
     paths += [folder / more] if more else []
     for path in paths:

@@ -83,7 +83,14 @@ class NotLeadingError(ValueError):
     """This process may not write now: another controller may lead."""
 
 
-TROUBLES = (KubeError, urllib3.exceptions.HTTPError, ValueError)  # all that a call may raise
+# All that a call may raise; the last two where the token, which is renewed, cannot be read.
+TROUBLES = (
+    KubeError,
+    urllib3.exceptions.HTTPError,
+    ValueError,
+    OSError,
+    kubernetes.config.ConfigException,
+)
 
 
 class KubeApi:

@@ -1,13 +1,15 @@
 """What a call to Kubernetes makes of its answer."""
 
+import datetime
 from pathlib import Path
 from typing import Any
 
 import kubernetes.config
 import pytest
+from kubernetes.config.incluster_config import InClusterConfigLoader
 
 from k8s_controller.decisions.spec import API_VERSION, KIND
-from k8s_controller.kube_api import KubeApi, KubeError
+from k8s_controller.kube_api import TROUBLES, KubeApi, KubeError
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.k8s_controller.jobs import define_training_jobs, training_job
 
@@ -111,3 +113,23 @@ def test_a_long_list_comes_in_pieces_and_again_from_its_start_where_it_was_forgo
     assert names() == expected
     assert pieces[0] is pieces[2] is None
     assert pieces[1] is not None
+
+
+@pytest.mark.parametrize("left", [None, ""], ids=["gone", "empty"])
+def test_a_token_that_cannot_be_read_is_a_trouble_as_others(tmp_path, left):
+    """As where the process may open no more files: the thread that keeps the lease goes on."""
+    token, certificate = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("a-token")
+    certificate.write_text("a-certificate")
+    host = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    loader = InClusterConfigLoader(str(token), str(certificate), environ=host)
+    loader._token_refresh_period = datetime.timedelta()
+    kube = KubeApi()
+    loader.load_and_set(kube._client.configuration)
+    if left is None:
+        token.unlink()
+    else:
+        token.write_text(left)
+    with pytest.raises((OSError, kubernetes.config.ConfigException)) as raised:
+        kube.get("Lease", "default", "edl")
+    assert isinstance(raised.value, TROUBLES)

@@ -15,6 +15,13 @@ cd "$root"
 # The tests start some thousand Python processes: what these import is compiled once, not in each.
 unset PYTHONDONTWRITEBYTECODE
 
+# Databases and checkpoints are synced at each write, and the tests wait for a disk longer than for
+# the processor. In memory they do not, where there is room, and programs may be started from there.
+if [ "$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1 || echo 0)" -gt $((4 << 20)) ] &&
+    ! grep -q '^[^ ]* /dev/shm .*noexec' /proc/mounts; then
+    export PYTEST_DEBUG_TEMPROOT="${PYTEST_DEBUG_TEMPROOT:-/dev/shm}"
+fi
+
 # run_tests ARGS...: several at a time. Each worker begins at another place, so that those that wait
 # run beside those that compute; the tests of a file, which share what is dear to start, stay
 # together until a worker that has no more takes over the last of another's.

@@ -343,13 +343,14 @@ class World:
         return self.now if job.ended_at is None else job.ended_at
 
     def check_stages(self, job: Job) -> None:
+        orders = views.pod_orders(job)
         told_go = [
             stage.stage
             for stage in job.stages
             if any(
                 plan.stage == stage.stage and plan.order in (Order.GO, Order.RESUME)
                 for pod_id in stage.pod_ids
-                for plan in (views.pod_orders(job).get(pod_id) or PodView()).plans
+                for plan in (orders.get(pod_id) or PodView()).plans
             )
         ]
         assert len(told_go) <= 1, f"two stages are told to train: {told_go}"
@@ -361,11 +362,12 @@ class World:
             assert len(set(ports)) == len(ports) == len(ranks)
 
     def check_slots(self, job: Job) -> None:
+        pods_of, held_of = views.node_pods(job), views.slots_held(job)
         for name in self.nodes:
-            wanted = [p for p in views.node_pods(job).get(name, ()) if p.want is DesiredState.RUN]
+            wanted = [p for p in pods_of.get(name, ()) if p.want is DesiredState.RUN]
             slots = [slot for pod in wanted for slot in pod.slots]
             assert len(set(slots)) == len(slots), "two pods on one slot"
-            held = views.slots_held(job).get(name, frozenset())
+            held = held_of.get(name, frozenset())
             assert set(slots) <= held
             sim = self.nodes[name]
             told = sim.client and sim.link and not self.clients_lie

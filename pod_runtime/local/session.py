@@ -16,7 +16,7 @@ from pathlib import Path
 import pod_runtime
 from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token
-from job_server.api.errors import JobServerError, Rejected, Retryable
+from job_server.api.errors import JobServerError, Rejected, Retryable, ServerAway
 from job_server.api.text import error_lines, printable, saving_text
 from job_server.api.wire import (
     TRAIN_LOSS,
@@ -76,6 +76,7 @@ class LocalSession:
         self._server: LocalProgram | None = None  # None: not started
         self._client: LocalProgram | None = None  # None: not started
         self._interrupts = 0
+        self._told_why = False  # a stop that was asked for does not begin
         self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
 
     def run(self) -> int:
@@ -242,8 +243,15 @@ class LocalSession:
     def _ask_to_stop(self, status: JobStatus | None) -> None:
         if status is not None and status.state is JobState.STOPPING:
             return
-        with self._connect() as api, contextlib.suppress(JobServerError):  # asked again if away
-            api.stop(self._config.spec.job_id)
+        try:
+            with self._connect() as api:
+                api.stop(self._config.spec.job_id)
+        except ServerAway as error:  # asked again
+            if error.answers and not self._told_why:  # it may be so for ever: its disk is full
+                self._told_why = True
+                show(f"the job is not stopped yet, as {error}; trying again")
+        except JobServerError:  # as one that has just ended
+            pass
 
     def _look_after_programs(self) -> None:
         for program in (self._server, self._client):

@@ -1,5 +1,6 @@
 """What `edl run` shows of the trainers' logs: everything new, and one traceback only once."""
 
+import contextlib
 import io
 from pathlib import Path
 from typing import cast
@@ -7,7 +8,8 @@ from typing import cast
 import pytest
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import NotFound
+from job_server.api.errors import NotFound, ServerAway
+from job_server.api.wire import JobSpec
 from pod_runtime.local import session as run_session
 from pod_runtime.local import view as run_view
 from pod_runtime.local.output import TrainerOutput
@@ -214,3 +216,21 @@ def test_following_a_job_goes_on_after_a_defect(monkeypatch):
     watch = run_view.JobWatch(connect, "job")
     wait_until(lambda: len(connects) > 4)  # both threads, more than once
     watch.close()
+
+
+def test_a_stop_that_the_server_cannot_write_is_explained_once(tmp_path, monkeypatch, capsys):
+    class Api:
+        def stop(self, job_id: str) -> None:
+            error = ServerAway("the server's database cannot be written: disk full")
+            error.answers = True
+            raise error
+
+    config = run_session.RunConfig(
+        spec=JobSpec(job_id="job"), cpu_slots=1, script=tmp_path, script_args=(), cwd=tmp_path,
+        folder=tmp_path, heartbeat_s=1.0, token="a_token_of_a_test",
+    )  # fmt: skip
+    session = run_session.LocalSession(config, "", {})
+    monkeypatch.setattr(session, "_connect", lambda: contextlib.nullcontext(Api()))
+    for _ in range(3):  # it is asked again and again
+        session._ask_to_stop(None)
+    assert capsys.readouterr().out.count("cannot be written: disk full; trying again") == 1

@@ -14,6 +14,7 @@ from enum import Enum
 from job_server.api.wire import JobState, JobStatus
 from search.study_file import StudySpec
 
+GONE = "the server does not have its job: that was deleted, or another server has it (--server)"
 HOPELESS = 3  # first trials that all failed: the next ones would, too
 
 
@@ -108,7 +109,7 @@ def next_actions(
         elif not trial.submitted:
             actions.append(Submit(number=trial.number))
         elif job is None:
-            actions.append(_failed(trial, "its job was deleted from the server"))
+            actions.append(_failed(trial, GONE))
         else:
             actions += _follow(spec, trial, job)
     return actions + [Ask()] * free_places(spec, trials)

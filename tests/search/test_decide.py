@@ -84,7 +84,7 @@ def test_a_trial_and_its_job_are_made_to_agree(known, at_server, expected):
 @pytest.mark.parametrize(
     ("at_server", "why"),
     [
-        (None, "its job was deleted from the server"),
+        (None, "another server has it (--server)"),
         (job(JobState.FAILED), "its job is FAILED: because"),
         (job(JobState.STOPPED), "its job is STOPPED: because"),
         (job(JobState.SUCCEEDED), "logged no 'accuracy'; call loop.log(accuracy=...) after"),

@@ -10,7 +10,7 @@ import pytest
 
 from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
-from search.decide import TrialState
+from search.decide import GONE, TrialState
 from search.study_file import (
     Choice,
     FloatRange,
@@ -284,7 +284,7 @@ def test_a_job_that_somebody_deletes_is_a_failed_trial_and_is_not_started_again(
         search.step(lambda line: None)
         del jobs.known[jobs.made[0]]
         search.step(lambda line: None)
-        assert store.trials()[0].why == "its job was deleted from the server"
+        assert store.trials()[0].why == GONE
     start(tmp_path, jobs)
     assert len(set(jobs.made)) == len(jobs.made) == 4
 

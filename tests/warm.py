@@ -216,7 +216,7 @@ def _main() -> None:
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - shown as at an interpreter's end
         sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads

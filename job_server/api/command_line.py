@@ -1,6 +1,7 @@
 """What command lines share: how they refuse, tokens, flags of several of them, the version."""
 
 import argparse
+import functools
 import hashlib
 import hmac
 import importlib.metadata
@@ -141,6 +142,7 @@ def _checked(text: str, source: str) -> str:
     return token
 
 
+@functools.cache  # of this process, whatever is installed later, and with no descriptor left
 def version() -> str:
     """Return the version of the installed package."""
     try:

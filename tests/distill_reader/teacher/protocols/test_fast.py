@@ -268,7 +268,9 @@ def test_memory_beyond_the_limit_and_files_are_refused(over_unix, tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         share(over_unix, [file.fileno()])
         text = str(refusal(over_unix))
-        assert "no memfd" in text or "must be sealed" in text  # the latter where tmp_path is in memory
+        assert (
+            "no memfd" in text or "must be sealed" in text
+        )  # the latter where tmp_path is in memory
     assert_served(over_unix)
 
 

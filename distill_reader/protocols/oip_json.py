@@ -28,6 +28,7 @@ from distill_reader.model.tensors import (
     view_bytes,
 )
 from distill_reader.protocols.oip_messages import (
+    DIGEST,
     MAX_TENSORS,
     OipRequest,
     OipResponse,
@@ -104,7 +105,12 @@ def decode_request(body: bytes | memoryview, head_length: int | None) -> OipHttp
 
 
 def encode_response(
-    model: str, outputs: Mapping[str, Array], *, asked: OipHttpRequest, version: str = ""
+    model: str,
+    outputs: Mapping[str, Array],
+    *,
+    asked: OipHttpRequest,
+    version: str = "",
+    digest: str = "",
 ) -> tuple[int | None, list[Any]]:
     """Return the length of the head, None if all is JSON, and the buffers of the body.
 
@@ -112,6 +118,8 @@ def encode_response(
         BadRequest: a tensor cannot be sent so; names it.
     """
     head: dict[str, Any] = {"model_name": model, "model_version": version}
+    if digest:
+        head["parameters"] = {DIGEST: digest}
     if asked.request.request_id:
         head["id"] = asked.request.request_id
     body: list[Any] = []
@@ -143,9 +151,11 @@ def encode_response(
 def decode_response(body: bytes | memoryview, head_length: int | None) -> OipResponse:
     """Decode the body of an answer. Raises: BadRequest: malformed."""
     head, rest = _split(body, head_length)
+    parameters = head.get("parameters")  # of other servers it may be anything
     return OipResponse(
         model=_text(head, "model_name"),
         version=_text(head, "model_version"),
+        digest=str(parameters.get(DIGEST, "")) if isinstance(parameters, dict) else "",
         request_id=_text(head, "id"),
         outputs=_decode_tensors(head, "outputs", rest),
     )

@@ -38,7 +38,7 @@ from distill_reader.protocols.protobuf_wire import PackedNumbers, ProtobufError
 SERVICE = "inference.GRPCInferenceService"
 MAX_TENSORS = 1024  # of a request or a response
 # Our properties of a model; other servers have their own.
-_FORMS, _DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
+_FORMS, DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
 
 _METADATA = "string name = 1; string datatype = 2; repeated int64 shape = 3"
 # The small calls. ModelInfer is read and written by hand: protobuf_wire.py says why.
@@ -133,6 +133,7 @@ _CONTENTS = {
 _UNSUPPORTED = ("shared_memory_region", "classification")
 _TENSORS, _WANTED, _RAW_INPUTS = 5, 6, 7  # fields of ModelInferRequest
 _RAW_OUTPUTS = 6  # of ModelInferResponse; its tensors have the same number as the request's
+_PARAMETERS = 4  # of ModelInferResponse; the digest of the model that answered is one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,7 @@ class OipResponse:
 
     model: str
     version: str = ""
+    digest: str = ""  # of the model that answered; "": not told
     request_id: str = ""
     outputs: Mapping[str, Array]
 
@@ -189,14 +191,24 @@ def decode_request(message: bytes | memoryview) -> OipRequest:
     Raises:
         BadRequest: malformed or not supported; names the tensor.
     """
-    return OipRequest(**_decode(message, _TENSORS, _RAW_INPUTS, _WANTED))
+    found = _decode(message, _TENSORS, _RAW_INPUTS, _WANTED)
+    del found["digest"]
+    return OipRequest(**found)
 
 
 def encode_response(
-    model: str, outputs: Mapping[str, Array], *, version: str = "", request_id: str = ""
+    model: str,
+    outputs: Mapping[str, Array],
+    *,
+    version: str = "",
+    digest: str = "",
+    request_id: str = "",
 ) -> bytes:
     """Return a ModelInferResponse. Raises: BadRequest: a tensor cannot be sent; names it."""
     parts: list[Any] = [_encode_head(model, version, request_id)]
+    if digest:
+        value = pb.write_bytes(2, pb.write_text(3, digest))
+        parts.append(pb.write_bytes(_PARAMETERS, pb.write_text(1, DIGEST) + value))
     raw: list[Any] = []
     for name, array in outputs.items():
         parts.append(_encode_tensor(_TENSORS, name, array, _RAW_OUTPUTS, raw))
@@ -265,7 +277,7 @@ def properties_of(spec: ModelSpec) -> dict[str, str]:
     }
     properties = {
         _FORMS: "1" if spec.takes_encodings else "",
-        _DIGEST: spec.digest,
+        DIGEST: spec.digest,
         _ACCEPTS: json.dumps(accepts) if accepts else "",
     }
     return {name: text for name, text in properties.items() if text}
@@ -292,7 +304,7 @@ def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec
         spec,
         inputs=inputs,
         takes_encodings=properties.get(_FORMS) == "1",
-        digest=str(properties.get(_DIGEST, "")),
+        digest=str(properties.get(DIGEST, "")),
     )
 
 
@@ -344,6 +356,7 @@ def _decode(
     tensors: list[_Tensor] = []
     raw: list[memoryview] = []
     wanted: list[str] = []
+    digest = ""
     try:
         for number, _, value in pb.read_fields(memoryview(message)):
             if number in texts:
@@ -354,6 +367,8 @@ def _decode(
                 raw.append(pb.read_bytes(value))
             elif number == wanted_number:
                 wanted.append(_decode_wanted(pb.read_bytes(value)))
+            elif number == _PARAMETERS and wanted_number is None:
+                digest = digest or _decode_digest(pb.read_bytes(value))
             if max(len(tensors), len(raw), len(wanted)) > MAX_TENSORS:
                 raise ProtobufError(f"more than {MAX_TENSORS} tensors")
         arrays = _find_arrays(tensors, raw, is_answer=wanted_number is None)
@@ -363,6 +378,7 @@ def _decode(
         "model": texts[1],
         "version": texts[2],
         "request_id": texts[3],
+        "digest": digest,
         "inputs": arrays,
         "outputs": tuple(wanted),
     }
@@ -392,6 +408,20 @@ def _decode_wanted(message: memoryview) -> str:
         elif number == 2:
             _check_parameter(name, pb.read_bytes(value))
     return name
+
+
+def _decode_digest(parameter: memoryview) -> str:
+    """Return the digest if this parameter of an answer is it, else ""."""
+    name, value = "", memoryview(b"")
+    for number, _, field_value in pb.read_fields(parameter):
+        if number == 1:
+            name = pb.read_text(field_value)
+        elif number == 2:
+            value = pb.read_bytes(field_value)
+    if name != DIGEST:
+        return ""
+    texts = {number: text for number, _, text in pb.read_fields(value)}
+    return pb.read_text(texts[3]) if 3 in texts else ""
 
 
 def _check_parameter(tensor: str, entry: memoryview) -> None:

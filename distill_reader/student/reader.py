@@ -439,7 +439,12 @@ class DistillReader:
 
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
         config = None if settings.conf_file is None else read_config(settings.conf_file).spec("")
-        return partial(connect, config=config, access=settings.access)
+        return partial(
+            connect,
+            config=config,
+            access=settings.access,
+            mixes_versions=settings.mixed_versions and settings.cache is None,
+        )
 
     def _iterate(
         self,

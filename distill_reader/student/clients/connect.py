@@ -38,6 +38,7 @@ class _Call:
     timeout_s: float
     config: ModelSpec | None  # from a client prototxt; None: there is none
     is_trial: bool  # whether the teacher speaks this protocol is unknown
+    mixes_versions: bool = False
 
     @property
     def step_s(self) -> float:
@@ -57,6 +58,7 @@ def connect(
     config: ModelSpec | None = None,
     token: str | None = None,
     access: TeacherAccess = TeacherAccess(),  # noqa: B008 - frozen
+    mixes_versions: bool = False,
 ) -> TeacherClient:
     """Connect to a teacher.
 
@@ -71,6 +73,8 @@ def connect(
         config: from a client prototxt, for Paddle Serving, which has no metadata; None: there is
             none, so the client's spec is empty there.
         access: headers, and certificates that are trusted.
+        mixes_versions: whether answers may come of another model than it has told, as by a gateway
+            before several teachers.
         token: of the teacher; None: from EDL_TEACHER_TOKEN_FILE or EDL_TEACHER_TOKEN; "": none.
 
     Raises:
@@ -88,6 +92,7 @@ def connect(
         timeout_s=connect_timeout_s,
         config=config,
         is_trial=target.protocol is None,
+        mixes_versions=mixes_versions,
     )
     if access.headers and (target.protocol or "").startswith("fast"):
         raise UsageError(
@@ -176,7 +181,12 @@ def _open_oip_grpc(call: _Call) -> TeacherClient:
     connection = _grpc_connection(call)
     return _make(
         call,
-        lambda: OipGrpcClient(connection, call.target.model, timeout_s=call.step_s),
+        lambda: OipGrpcClient(
+            connection,
+            call.target.model,
+            timeout_s=call.step_s,
+            mixes_versions=call.mixes_versions,
+        ),
         connection.close,
     )
 
@@ -187,7 +197,12 @@ def _open_oip_http(call: _Call) -> TeacherClient:
     connection = _http_connection(call)
     return _make(
         call,
-        lambda: OipHttpClient(connection, call.target.model, timeout_s=call.step_s),
+        lambda: OipHttpClient(
+            connection,
+            call.target.model,
+            timeout_s=call.step_s,
+            mixes_versions=call.mixes_versions,
+        ),
         connection.close,
     )
 

@@ -39,11 +39,19 @@ class OipGrpcClient:
 
     protocol = "oip-grpc"
 
-    def __init__(self, connection: "GrpcClientConnection", model: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: "GrpcClientConnection",
+        model: str,
+        *,
+        timeout_s: float,
+        mixes_versions: bool = False,
+    ) -> None:
         """Ask for the model's metadata.
 
         Args:
             model: "": the only one that the teacher lists.
+            mixes_versions: whether answers may be of models with other digests.
 
         Raises:
             ProtocolMismatch: the server speaks gRPC, but not this protocol.
@@ -53,7 +61,9 @@ class OipGrpcClient:
         self._connection = connection
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
         self._spec = self._describe(timeout_s)
-        self._served = _ServedVersion(self.endpoint, self._spec, self._describe)
+        self._served = _ServedVersion(
+            self.endpoint, self._spec, self._describe, mixes_versions=mixes_versions
+        )
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
@@ -128,11 +138,19 @@ class OipHttpClient:
 
     protocol = "oip-http"
 
-    def __init__(self, connection: HttpClientConnection, model: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: HttpClientConnection,
+        model: str,
+        *,
+        timeout_s: float,
+        mixes_versions: bool = False,
+    ) -> None:
         """Ask for the model's metadata.
 
         Args:
             model: "": the only one that the teacher lists.
+            mixes_versions: whether answers may be of models with other digests.
 
         Raises:
             ProtocolMismatch: the server speaks HTTP, but not this protocol.
@@ -152,7 +170,9 @@ class OipHttpClient:
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
         self._path = f"/v2/models/{quote(self._model, safe='')}"
         self._spec = self._describe(timeout_s)
-        self._served = _ServedVersion(self.endpoint, self._spec, self._describe)
+        self._served = _ServedVersion(
+            self.endpoint, self._spec, self._describe, mixes_versions=mixes_versions
+        )
         self._requests = 0
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
@@ -234,10 +254,19 @@ class OipHttpClient:
 
 
 class _ServedVersion:
-    """Notices that a teacher has replaced its model while the connection stood, as Triton can."""
+    """Notices that another model answers than the one whose metadata was read.
+
+    Triton can replace a model, a connection that was idle is made again without a word, and behind
+    a gateway each request may go to another server.
+    """
 
     def __init__(
-        self, endpoint: str, spec: ModelSpec, describe: Callable[[float], ModelSpec]
+        self,
+        endpoint: str,
+        spec: ModelSpec,
+        describe: Callable[[float], ModelSpec],
+        *,
+        mixes_versions: bool,
     ) -> None:
         """
         Args:
@@ -247,10 +276,16 @@ class _ServedVersion:
         self._endpoint = endpoint
         self._spec = spec
         self._describe = describe
+        self._digest = "" if mixes_versions else spec.digest
         self._version = ""  # of the answers so far; "": they name none
 
     def check(self, response: OipResponse, timeout_s: float) -> None:
         """Raises: TeacherGone: the model is another one now, so its metadata must be read again."""
+        if response.digest and self._digest and response.digest != self._digest:
+            raise TeacherGone(
+                f"{self._endpoint}: answers by version {response.digest[:40]} of the model, "
+                f"and was asked by {self._digest[:40]}"
+            )
         version, before = response.version, self._version
         if version in ("", before):
             return

@@ -109,6 +109,7 @@ class OipHttp:
                 answer.outputs,
                 asked=asked,
                 version=spec.version,
+                digest=spec.digest,
             )
         except BaseException:
             answer.release()

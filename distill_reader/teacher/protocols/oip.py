@@ -88,6 +88,7 @@ class OipGrpc:
                 spec.name,
                 answer.outputs,
                 version=spec.version,
+                digest=spec.digest,
                 request_id=request.request_id,
             )
         finally:

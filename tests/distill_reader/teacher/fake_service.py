@@ -4,7 +4,7 @@ Its model `double` takes x and n and returns y = 2x (named `fc_0.tmp_1` by the m
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -81,7 +81,7 @@ class FakeService:
         with self._lock:
             self.used_bytes += size
 
-    def models(self) -> Mapping[str, ModelSpec]:
+    def models(self) -> dict[str, ModelSpec]:
         return self._specs
 
     max_batch = 16

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import grpc
 import numpy as np
 import pytest
 
-from distill_reader.errors import BadRequest, TeacherBusy
+from distill_reader.errors import BadRequest, TeacherBusy, TeacherGone
 from distill_reader.model.tensors import NUMPY_TO_OIP
 from distill_reader.protocols import oip_json, oip_messages
 from distill_reader.protocols.oip_messages import OipRequest, OipResponse
+from distill_reader.student.clients.connect import connect
 from tests.distill_reader.protobuf_messages import OIP_MESSAGES
 from tests.distill_reader.teacher.conftest import Running
+from tests.distill_reader.teacher.fake_service import DOUBLE
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
@@ -114,6 +117,22 @@ def test_a_request_is_answered_with_the_outputs_that_it_wants(served, infer, wan
     expected = {"y": 2 * X, "m": N + 1}
     for name, array in answer.outputs.items():
         np.testing.assert_array_equal(array, expected[name])
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_an_answer_of_another_model_is_none(start_front, scheme: str):
+    """As after a restart while the connection was idle, or by a gateway before several teachers."""
+    running = start_front(replace(DOUBLE, digest="one"))
+    feeds, endpoint = {"x": [X], "n": [N]}, f"{scheme}://127.0.0.1:{running.port}/double"
+    with closing(connect(endpoint)) as client:
+        np.testing.assert_array_equal(client.predict(feeds, ["y"], timeout_s=30)["y"], 2 * X)
+        running.service.models()["double"] = replace(DOUBLE, digest="two")
+        with pytest.raises(TeacherGone, match=r"answers by version two of the model, .* by one"):
+            client.predict(feeds, ["y"], timeout_s=30)
+    with closing(connect(endpoint, mixes_versions=True)) as client:
+        for digest in ("three", "two"):
+            running.service.models()["double"] = replace(DOUBLE, digest=digest)
+            np.testing.assert_array_equal(client.predict(feeds, ["y"], timeout_s=30)["y"], 2 * X)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from distill_reader.tls import client_context, start_tls, trusted_certificates
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
 _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
+_TOO_LARGE = 413
 _TORN = "Received RST_STREAM"  # by a gateway whose own connection ended
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -149,16 +150,13 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
             f"{text}; set EDL_TEACHER_TOKEN as on the teacher, or what an ingress wants by "
             "set_teacher_access(headers=...)"
         )
-    if _is_outage(details):
+    status = _HTTP_STATUS.search(details)  # of a gateway: gRPC gives many such no code
+    if status is not None and int(status[1]) == _TOO_LARGE:
+        return RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
+    if _TORN in details or (
+        status is not None and int(status[1]) in gateways.UNREACHED | gateways.TIMED_OUT
+    ):
         return TeacherGone(text)
     if code in (statuses.INTERNAL, statuses.UNKNOWN, statuses.ABORTED, statuses.DATA_LOSS):
         return TeacherFailed(text)
     return TeacherGone(text)
-
-
-def _is_outage(details: str) -> bool:
-    """Return whether a gateway says that it has no answer: gRPC gives many such no status."""
-    status = _HTTP_STATUS.search(details)
-    return _TORN in details or (
-        status is not None and int(status[1]) in gateways.UNREACHED | gateways.TIMED_OUT
-    )

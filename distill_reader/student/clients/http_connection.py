@@ -1,5 +1,6 @@
 """A kept-alive HTTP connection to a teacher. Proxies of the environment are never used."""
 
+import contextlib
 import http.client
 import io
 import json
@@ -211,12 +212,18 @@ class HttpClientConnection:
             connection.putheader(name, value)
         if buffers or method == "POST":
             connection.putheader("Content-Length", str(size))
-        self._set_time_left()
-        connection.endheaders()
-        for buffer in buffers:
+        try:
             self._set_time_left()
-            connection.send(buffer)
-        response = connection.getresponse()
+            connection.endheaders()
+            for buffer in buffers:
+                self._set_time_left()
+                connection.send(buffer)
+        except ConnectionError:
+            # A gateway may refuse a large request, and hang up, before it has read it all.
+            if (response := self._refusal()) is None:
+                raise
+        else:
+            response = connection.getresponse()
         try:
             if response.length is not None:
                 self._deadline_s += response.length / stream.MIN_RATE
@@ -228,6 +235,14 @@ class HttpClientConnection:
             headers={name.lower(): value for name, value in response.getheaders()},
             body=body,
         )
+
+    def _refusal(self) -> http.client.HTTPResponse | None:
+        """Return the error that has come although the request could not be sent; None: none."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            response = self._connection.getresponse()
+            if response.status >= 400:
+                return response
+        return None
 
     def _set_time_left(self) -> None:
         """Limit the next call on the socket to the time that is left for the answer."""

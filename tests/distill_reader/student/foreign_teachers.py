@@ -223,6 +223,7 @@ class HttpTeacher:
         """`context`: for TLS; None: it speaks none."""
         teacher = self
         self.connections = 0
+        self.most_bytes = 1 << 30  # of a body; a larger one is refused, and not read
         self.paths: list[str] = []
         self.said_twice = threading.Event()  # an answer with X-Twice
 
@@ -235,7 +236,14 @@ class HttpTeacher:
 
             def do_GET(self) -> None:
                 teacher.paths.append(self.path)
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                size = int(self.headers.get("Content-Length", 0))
+                if size > teacher.most_bytes:
+                    self.send_response(413)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(size)
                 status, headers, content = answer(self.command, self.path, dict(self.headers), body)
                 self.send_response(status)
                 for name, value in headers.items():

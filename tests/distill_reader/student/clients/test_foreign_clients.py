@@ -175,12 +175,24 @@ def test_what_an_http_status_means(run, scheme, status, error):
     client.close()
 
 
+def test_a_gateway_that_refuses_a_large_request_before_it_has_read_it_is_heard(run):
+    teacher = run(HttpTeacher(answer_oip))
+    client = connect(f"http://{teacher.endpoint}")
+    teacher.most_bytes = 1 << 20
+    for _ in range(2):
+        with pytest.raises(RequestTooLarge, match="HTTP 413"):
+            client.predict(feeds(1 << 19), ["total"], timeout_s=30)  # more than sockets hold
+        check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    client.close()
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
         *[(status, TeacherGone) for status in (502, 503, 504, 520, 521, 522, 523, 524)],
         ("torn", TeacherGone),
         (500, TeacherFailed),
+        (413, RequestTooLarge),
     ],
 )
 def test_what_a_gateway_says_to_grpc_means(run, said, error):

@@ -77,6 +77,7 @@ class RedisRegistry:
             raise UsageError(_NEEDED) from error
         self._errors: tuple[type[BaseException], ...] = (redis.RedisError, OSError, TimeoutError)
         self._refused = redis.ResponseError
+        self._stranger = redis.AuthenticationError
         self._addresses = tuple(addresses)
         self._clients = [_client(address) for address in addresses]
         self._at = 0
@@ -260,7 +261,19 @@ class RedisRegistry:
             name = str(self._addresses[at])
             if at == self._at:
                 self._at = (at + 1) % len(self._clients)
-            raise RegistryUnavailable(f"{name}: {str(error) or type(error).__name__}") from error
+            raise RegistryUnavailable(f"{name}: {self._meaning(error)}") from error
+
+    def _meaning(self, error: BaseException) -> str:
+        """Return the text of an error, with the remedy if Redis or its certificate is at fault."""
+        text = str(error) or type(error).__name__
+        if isinstance(error, self._stranger):
+            return (
+                f"{text}: name the password, as in redis://:PASSWORD@HOST:PORT, or by "
+                "--db_passwd_file"
+            )
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            return f"{text}: SSL_CERT_FILE names a file of certificates to trust"
+        return text
 
     def _services(
         self, nodes: Sequence[tuple[str, str]], values: Sequence[tuple[str, str, str, str]]

@@ -11,12 +11,14 @@ from distill_reader.balance.addresses import RedisAddress
 from distill_reader.balance.client import FeedStats
 from distill_reader.balance.table import Measured
 from distill_reader.balance.wire.client_connection import ClientConnection
+from tests.authority import make_authority
 from tests.distill_reader.balance.local_discovery import (
     LocalDiscovery,
     LocalStudent,
     LocalTeacher,
     RawClient,
 )
+from tests.distill_reader.balance.redis_process import RedisProcess
 from tests.support import wait_until
 
 pytestmark = pytest.mark.full  # students wait until they are moved
@@ -178,3 +180,15 @@ def test_a_user_of_redis_need_not_be_allowed_any_channel(redis_server, run):
 def test_a_student_of_a_redis_that_refuses_it_knows_why_it_has_no_teacher(redis_server, run):
     student = run(LocalStudent, f"redis://nobody:secret@{redis_server.endpoint}")
     wait_until(lambda: "invalid username-password pair" in student.client.trouble)
+    assert "redis://:PASSWORD@HOST:PORT" in student.client.trouble
+
+
+def test_a_redis_by_tls_has_a_certificate_of_an_authority_that_is_named(tmp_path, run, monkeypatch):
+    authority = make_authority(tmp_path)
+    url = f"rediss://localhost:{run(RedisProcess, tmp_path, authority=authority).port}"
+    stranger = run(LocalStudent, url)
+    wait_until(lambda: "SSL_CERT_FILE names a file" in stranger.client.trouble)
+    monkeypatch.setenv("SSL_CERT_FILE", authority.ca_file)
+    student = run(LocalStudent, url)
+    teacher = run(LocalTeacher, url)
+    wait_until(lambda: student.teachers == {teacher.endpoint})

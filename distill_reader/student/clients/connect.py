@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from distill_reader.errors import DistillError, TeacherGone, TeacherTimeout, UsageError
+from distill_reader.errors import BadRequest, DistillError, TeacherGone, TeacherTimeout, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.client import TeacherClient
@@ -149,6 +149,10 @@ def _open(protocol: str, call: _Call) -> TeacherClient:
     """Open a client of one protocol. Raises: ProtocolMismatch, and what `connect` raises."""
     try:
         return _OPENERS[protocol](call)
+    except BadRequest as error:  # what it says of its model, which may be a page of an ingress
+        if call.target.endpoint in str(error):
+            raise
+        raise type(error)(f"{call.target.endpoint}: {error}") from error
     except DistillError:
         raise
     except Exception as error:

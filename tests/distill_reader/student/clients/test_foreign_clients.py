@@ -175,6 +175,12 @@ def test_what_an_http_status_means(run, scheme, status, error):
     client.close()
 
 
+def test_a_page_for_people_in_place_of_metadata_is_an_error_that_names_the_teacher(run):
+    teacher = run(HttpTeacher(lambda *_: (200, {}, b"<html>Log in</html>")))
+    with pytest.raises(BadRequest, match=rf"^http://{teacher.endpoint}/sums: .* is no JSON"):
+        connect(f"http://{teacher.endpoint}/sums")
+
+
 def test_a_gateway_that_refuses_a_large_request_before_it_has_read_it_is_heard(run):
     teacher = run(HttpTeacher(answer_oip))
     client = connect(f"http://{teacher.endpoint}")

@@ -397,7 +397,10 @@ def _own(value: Any, deep: int = 2) -> Any:
     reader reads far more of them ahead than a loader.
     """
     if hasattr(value, "is_shared"):
-        is_shared = value.device.type == "cpu" and value.is_shared()
+        try:
+            is_shared = value.device.type == "cpu" and value.is_shared()
+        except NotImplementedError:  # of a sparse tensor
+            return value
         return value.clone() if is_shared else value
     return rebuilt(value, lambda each: _own(each, deep - 1)) if deep else value
 

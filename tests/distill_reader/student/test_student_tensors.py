@@ -58,6 +58,14 @@ def test_tensors_that_are_not_sent_count_as_memory(framework):
         assert more == pytest.approx(8000, rel=0.05)
 
 
+def test_a_sparse_tensor_that_is_not_sent_passes_untouched(reach):
+    graph = torch.eye(4).to_sparse()
+    given = [(np.zeros((4, *SHAPE), np.float32), graph, [graph])]
+    ((_, alone, listed, _),) = reader(reach, "torch").set_batch_generator(given)()
+    assert alone is graph
+    assert listed[0] is graph
+
+
 def test_samples_and_lists_of_samples_come_as_tensors_too(reach):
     samples = [(np.ones(SHAPE, np.float32), np.int64(number), "word") for number in range(4)]
     plain = list(reader(reach, "torch").set_sample_generator(lambda: iter(samples))())

@@ -30,7 +30,8 @@ from distill_reader.tls import client_context, start_tls, trusted_certificates
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
 _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
-_TOO_LARGE = 413
+_NOT_FOUND, _TOO_LARGE = 404, 413
+_answered: set[str] = set()  # endpoints that have answered once; see http_connection.py
 _TORN = "Received RST_STREAM"  # by a gateway whose own connection ended
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -81,7 +82,9 @@ class GrpcClientConnection:
             call = self._calls[method] = self._channel.unary_unary(method)
         with self._guard:
             try:
-                return call(request, timeout=timeout_s, metadata=self._metadata)
+                answer = call(request, timeout=timeout_s, metadata=self._metadata)
+                _answered.add(self.endpoint)
+                return answer
             except grpc.RpcError as error:
                 meaning = _meaning(self.endpoint, error, timeout_s)
                 is_broken = isinstance(meaning, TeacherGone | TeacherTimeout)
@@ -133,6 +136,10 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
     statuses = grpc.StatusCode
     if code is statuses.DEADLINE_EXCEEDED:
         return TeacherTimeout(f"{endpoint}: no answer within {timeout_s:g} s")
+    found = _HTTP_STATUS.search(details)  # of a gateway: gRPC gives many such no code
+    status = 0 if found is None else int(found[1])
+    if status == _NOT_FOUND and endpoint in _answered:
+        return TeacherGone(text)
     if code is statuses.UNIMPLEMENTED:
         return ProtocolMismatch(text)
     if code is statuses.RESOURCE_EXHAUSTED:
@@ -150,12 +157,9 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
             f"{text}; set EDL_TEACHER_TOKEN as on the teacher, or what an ingress wants by "
             "set_teacher_access(headers=...)"
         )
-    status = _HTTP_STATUS.search(details)  # of a gateway: gRPC gives many such no code
-    if status is not None and int(status[1]) == _TOO_LARGE:
+    if status == _TOO_LARGE:
         return RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
-    if _TORN in details or (
-        status is not None and int(status[1]) in gateways.UNREACHED | gateways.TIMED_OUT
-    ):
+    if _TORN in details or status in gateways.UNREACHED | gateways.TIMED_OUT:
         return TeacherGone(text)
     if code in (statuses.INTERNAL, statuses.UNKNOWN, statuses.ABORTED, statuses.DATA_LOSS):
         return TeacherFailed(text)

@@ -38,6 +38,9 @@ _CLOSED = (  # by the server, between two requests
 )
 # The teacher cannot be asked now: what it speaks, has and computes does not follow.
 _OUTAGES = frozenset({408, 429, 503}) | gateways.UNREACHED | gateways.TIMED_OUT
+# Endpoints that have answered a request once. A 404 of theirs is that of a gateway which forgets
+# the way while the teacher is started again, as Traefik does.
+_answered: set[str] = set()
 _MAX_TEXT = 2000  # characters of an error's body
 _JOIN_BUFFERS = 16  # more buffers are copied into one, which costs less than a system call each
 
@@ -52,14 +55,21 @@ class HttpAnswer:
 
     def text(self) -> str:
         """Return the body as a shortened text; of {"error": TEXT} only TEXT."""
-        text = bytes(self.body[: 4 * _MAX_TEXT]).decode(errors="replace").strip()
+        return (self.error or self._body)[:_MAX_TEXT]
+
+    @property
+    def error(self) -> str:
+        """TEXT, if the body is {"error": TEXT}, as the protocol has it; "": it is not."""
         try:
-            document = json.loads(text)
+            document = json.loads(self._body)
         except (ValueError, RecursionError):
-            return text[:_MAX_TEXT]
-        if isinstance(document, dict) and isinstance(document.get("error"), str):
-            text = document["error"]
-        return text[:_MAX_TEXT]
+            return ""
+        error = document.get("error") if isinstance(document, dict) else None
+        return error if isinstance(error, str) else ""
+
+    @property
+    def _body(self) -> str:
+        return bytes(self.body[: 4 * _MAX_TEXT]).decode(errors="replace").strip()
 
 
 class HttpClientConnection:
@@ -160,6 +170,7 @@ class HttpClientConnection:
         if status in gateways.UNREACHED:  # as if its own connection had ended
             raise TeacherGone(text)
         if status == 404:
+            self.check_found(answer)
             raise ModelNotFound(text)
         if status == 413:
             raise RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
@@ -179,6 +190,11 @@ class HttpClientConnection:
         """
         if answer.status in gateways.UNREACHED | gateways.TIMED_OUT:
             self.refuse(answer)
+
+    def check_found(self, answer: HttpAnswer) -> None:
+        """Raise TeacherGone for a 404 of a gateway before a teacher that has answered once."""
+        if answer.status == 404 and self.endpoint in _answered and not answer.error:
+            raise TeacherGone(f"{self.endpoint}: HTTP 404: {answer.text()}")
 
     def _connect(self) -> None:
         self._connection.connect()
@@ -230,6 +246,8 @@ class HttpClientConnection:
             body = _read(response)
         finally:
             response.close()
+        if method == "POST" and response.status == 200:
+            _answered.add(self.endpoint)
         return HttpAnswer(
             status=response.status,
             headers={name.lower(): value for name, value in response.getheaders()},

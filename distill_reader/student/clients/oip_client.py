@@ -159,6 +159,7 @@ class OipHttpClient:
         self.endpoint = connection.endpoint
         self._connection = connection
         live = connection.request("GET", "/v2/health/live", timeout_s=timeout_s)
+        connection.check_found(live)
         if live.status in (400, 404, 405, 501):
             raise ProtocolMismatch(
                 f"{self.endpoint}: HTTP {live.status} for {connection.prefix}/v2/health/live "

@@ -208,6 +208,18 @@ def test_what_a_gateway_says_to_grpc_means(run, said, error):
     assert type(caught.value) is error
 
 
+def test_a_gateway_that_has_forgotten_the_way_to_a_teacher_by_grpc_is_an_outage(run, monkeypatch):
+    teacher = run(Http2Gateway(404))
+    with pytest.raises(UsageError, match="status: 404"):
+        connect(f"grpc://{teacher.endpoint}/sums")
+    monkeypatch.setattr(
+        "distill_reader.student.clients.grpc_connection._answered",
+        {f"grpc://{teacher.endpoint}/sums"},
+    )
+    with pytest.raises(TeacherGone, match="status: 404"):
+        connect(f"grpc://{teacher.endpoint}/sums")
+
+
 @pytest.mark.parametrize("status", [502, 503, 504, 520])
 @pytest.mark.parametrize(
     ("scheme", "path"),
@@ -243,9 +255,18 @@ def test_an_outage_while_it_connects_is_not_taken_for_what_the_teacher_is(
     client.close()
 
 
-@pytest.mark.parametrize("status", [502, 504])
 @pytest.mark.parametrize(
-    ("scheme", "answer"), [("http", answer_oip), ("serving", answer_serving), ("", answer_oip)]
+    ("status", "scheme", "answer"),
+    [
+        (502, "http", answer_oip),
+        (502, "serving", answer_serving),
+        (502, "", answer_oip),
+        (504, "http", answer_oip),
+        (504, "serving", answer_serving),
+        (504, "", answer_oip),
+        (404, "http", answer_oip),  # of one that forgets the way to it
+        (404, "", answer_oip),
+    ],
 )
 @pytest.mark.parametrize("teachers", [1, 2])
 def test_a_gateway_that_reaches_no_teacher_for_long_ends_no_student(

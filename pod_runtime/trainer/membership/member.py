@@ -21,7 +21,7 @@ from pod_runtime.trainer.errors import (
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkStep
 from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.next_group import NextGroupFormer
-from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
+from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager, flush_files
 from pod_runtime.trainer.progress.agreement import (
     HEADER_SIZE,
     ExchangeResult,
@@ -418,6 +418,7 @@ def exit_as_victim() -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    flush_files()
     os._exit(PEER_LOST_EXIT_CODE)
 
 

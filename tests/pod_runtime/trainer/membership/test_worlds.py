@@ -387,6 +387,9 @@ def test_parked_trainers_go_on_when_the_cut_is_off(launch):
     assert [said["id"] for said in stage.wait_all("drained")] == [1, 1]
     assert (1, step) in slots_of(job, 1)
     assert job.newest() == (1, step)
+    for rank in (0, 1):
+        noted = (job.folder / f"noted.1.{rank}").read_text().split()
+        assert noted == [str(number) for number in range(step)], "who parks may be killed there"
     stage.resume(1)
     stage.wait_step(step + 1)
     stage.cut(2)

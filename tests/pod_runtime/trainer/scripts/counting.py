@@ -151,6 +151,8 @@ loop = elastic.Loop(
     all_reduce=args.all_reduce, promise=args.promise, extra={"tally": tally},
     seed=os.getpid() if args.own_seed else 0,
 )  # fmt: skip
+RANK = os.environ["PADDLE_TRAINER_ID"]
+noted = (args.out / f"noted.{STAGE}.{RANK}").open("a")  # stays open, and is never flushed
 for epoch in loop.epochs():
     drawn = random.random() if args.draws else 0.0
     read = float(model.seen.sum()) if args.reads else -1.0
@@ -178,6 +180,8 @@ for epoch in loop.epochs():
         if loop.rank == 1 and step.number == args.fail_at and STAGE == "1":
             os.kill(os.getpid(), 9)
         step.update()
+        if not step.is_warmup:
+            print(step.number, file=noted)
         if told:
             loop.stop()
         if not (step.is_warmup or (args.hurry and args.hurry.exists())):

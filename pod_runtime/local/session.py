@@ -86,7 +86,7 @@ class LocalSession:
             LaunchError: server or client could not be started, or broke.
         """
         self._make_folder()
-        with self._signals():
+        with self._port_claim, self._signals():
             try:
                 status = self._watch_patiently() if self._start() else None
                 self._keep_page()

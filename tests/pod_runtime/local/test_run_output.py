@@ -231,6 +231,7 @@ def test_a_stop_that_the_server_cannot_write_is_explained_once(tmp_path, monkeyp
     )  # fmt: skip
     session = run_session.LocalSession(config, "", {})
     monkeypatch.setattr(session, "_connect", lambda: contextlib.nullcontext(Api()))
-    for _ in range(3):  # it is asked again and again
-        session._ask_to_stop(None)
+    with session._port_claim:
+        for _ in range(3):  # it is asked again and again
+            session._ask_to_stop(None)
     assert capsys.readouterr().out.count("cannot be written: disk full; trying again") == 1

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]  # of the repository
 # choose by themselves: the first half is of the trainers, the second of whoever listens else.
 _FIRST_TRAINER_PORT, _FIRST_PORT = 12000, 17000
 _BLOCK = 200  # ports for the trainers of one client
-_WORKERS = 5  # of pytest-xdist, which get ports of their own
+_WORKERS = 8  # of pytest-xdist, which get ports of their own
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
 _counter = itertools.count(os.getpid())  # two test runs at once begin at different places
 
@@ -160,7 +160,7 @@ def freeze(folder: Path, process: psutil.Process) -> None:
 def free_port() -> int:
     """Return a TCP port that nobody listens on, and that no other test is given soon."""
     for number in itertools.islice(_counter, 500):
-        port = _FIRST_PORT + _worker * 500 + number % 500
+        port = _FIRST_PORT + _worker * 300 + number % 300
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
@@ -172,7 +172,7 @@ def free_port() -> int:
 
 def trainer_ports() -> tuple[int, int]:
     """Return the first and the last port for the trainers of one client's pods."""
-    first = _FIRST_TRAINER_PORT + _worker * 1000 + next(_counter) % 5 * _BLOCK
+    first = _FIRST_TRAINER_PORT + _worker * 600 + next(_counter) % 3 * _BLOCK
     return first, first + _BLOCK - 1
 
 

@@ -6,7 +6,7 @@
 #   ./scripts/test.sh --slow    the long forms, which nothing runs by itself
 # Other arguments go to pytest, which then runs one test after the other:
 #   ./scripts/test.sh tests/job_server -k placement
-# $EDL_TEST_WORKERS (5) tests run at a time: most of them wait for processes.
+# $EDL_TEST_WORKERS (6) tests run at a time: most of them wait for processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_venv dev
@@ -26,7 +26,7 @@ fi
 # run beside those that compute; the tests of a file, which share what is dear to start, stay
 # together until a worker that has no more takes over the last of another's.
 run_tests() {
-    "$python" -m pytest -n "${EDL_TEST_WORKERS:-5}" --dist worksteal "$@"
+    "$python" -m pytest -n "${EDL_TEST_WORKERS:-6}" --dist worksteal "$@"
 }
 
 case "${1:-}" in

@@ -105,7 +105,7 @@ choose_token() {
         # Written aside: a full disk leaves no empty token, and of two scripts at once one wins.
         (umask 077 && set -o pipefail && trap 'rm -f "$state/token.$$"' EXIT &&
             od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$state/token.$$" &&
-            mv -n "$state/token.$$" "$state/token" && [ -e "$state/token" ]) ||
+            { mv -n "$state/token.$$" "$state/token" || [ -e "$state/token" ]; }) ||
             die "$state/token cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
     fi
     EDL_TOKEN_FILE="$(cd "$state" && pwd)/token"

@@ -400,7 +400,8 @@ class JobService:
             known = self.engine.registry.get(node_id, client)
         reply = known.plan.poll(revision, timeout_s)
         with self.engine.lock:
-            self.engine.registry.get(node_id, client)  # another may have taken it over meanwhile
+            if node_id in self.engine.registry.nodes:  # else it has left, and knows that
+                self.engine.registry.get(node_id, client)  # another may have it by now
         return reply
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:

@@ -113,7 +113,6 @@ def a_jobs_state(url: str, token: str | None) -> str:
         return api.status("run").state.value
 
 
-@stranger.needs_root
 def test_runs_that_start_at_once_do_not_choose_one_port():
     """Their servers open it later: that it is free now says nothing."""
     ports = [free_port(), free_port()]
@@ -124,6 +123,7 @@ def test_runs_that_start_at_once_do_not_choose_one_port():
     assert [first, second] == ports
 
 
+@stranger.needs_root
 def test_another_user_of_this_machine_can_neither_see_nor_stop_the_job(run, tmp_path):
     job = run("--cpu_slots", "1", TOY)
     url, latest = job.url(), (tmp_path / "edl_run" / "latest").resolve()

@@ -31,7 +31,6 @@ _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
 _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
 _NOT_FOUND, _TOO_LARGE = 404, 413
-_answered: set[str] = set()  # endpoints that have answered once; see http_connection.py
 _TORN = "Received RST_STREAM"  # by a gateway whose own connection ended
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -83,7 +82,7 @@ class GrpcClientConnection:
         with self._guard:
             try:
                 answer = call(request, timeout=timeout_s, metadata=self._metadata)
-                _answered.add(self.endpoint)
+                gateways.answered.add(self.endpoint)
                 return answer
             except grpc.RpcError as error:
                 meaning = _meaning(self.endpoint, error, timeout_s)
@@ -138,7 +137,7 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
         return TeacherTimeout(f"{endpoint}: no answer within {timeout_s:g} s")
     found = _HTTP_STATUS.search(details)  # of a gateway: gRPC gives many such no code
     status = 0 if found is None else int(found[1])
-    if status == _NOT_FOUND and endpoint in _answered:
+    if status == _NOT_FOUND and endpoint in gateways.answered:
         return TeacherGone(text)
     if code is statuses.UNIMPLEMENTED:
         return ProtocolMismatch(text)

@@ -38,9 +38,6 @@ _CLOSED = (  # by the server, between two requests
 )
 # The teacher cannot be asked now: what it speaks, has and computes does not follow.
 _OUTAGES = frozenset({408, 429, 503}) | gateways.UNREACHED | gateways.TIMED_OUT
-# Endpoints that have answered a request once. A 404 of theirs is that of a gateway which forgets
-# the way while the teacher is started again, as Traefik does.
-_answered: set[str] = set()
 _MAX_TEXT = 2000  # characters of an error's body
 _JOIN_BUFFERS = 16  # more buffers are copied into one, which costs less than a system call each
 
@@ -193,7 +190,7 @@ class HttpClientConnection:
 
     def check_found(self, answer: HttpAnswer) -> None:
         """Raise TeacherGone for a 404 of a gateway before a teacher that has answered once."""
-        if answer.status == 404 and self.endpoint in _answered and not answer.error:
+        if answer.status == 404 and self.endpoint in gateways.answered and not answer.error:
             raise TeacherGone(f"{self.endpoint}: HTTP 404: {answer.text()}")
 
     def _connect(self) -> None:
@@ -247,7 +244,7 @@ class HttpClientConnection:
         finally:
             response.close()
         if method == "POST" and response.status == 200:
-            _answered.add(self.endpoint)
+            gateways.answered.add(self.endpoint)
         return HttpAnswer(
             status=response.status,
             headers={name.lower(): value for name, value in response.getheaders()},

@@ -21,6 +21,7 @@ from distill_reader.errors import (
     TransientFailure,
     UsageError,
 )
+from distill_reader.protocols import gateways
 from distill_reader.student.clients.connect import connect
 from tests.distill_reader.student.foreign_teachers import (
     Answer,
@@ -212,10 +213,7 @@ def test_a_gateway_that_has_forgotten_the_way_to_a_teacher_by_grpc_is_an_outage(
     teacher = run(Http2Gateway(404))
     with pytest.raises(UsageError, match="status: 404"):
         connect(f"grpc://{teacher.endpoint}/sums")
-    monkeypatch.setattr(
-        "distill_reader.student.clients.grpc_connection._answered",
-        {f"grpc://{teacher.endpoint}/sums"},
-    )
+    monkeypatch.setattr(gateways, "answered", {f"grpc://{teacher.endpoint}/sums"})
     with pytest.raises(TeacherGone, match="status: 404"):
         connect(f"grpc://{teacher.endpoint}/sums")
 

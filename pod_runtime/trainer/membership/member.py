@@ -21,7 +21,8 @@ from pod_runtime.trainer.errors import (
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkStep
 from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.next_group import NextGroupFormer
-from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager, flush_files
+from pod_runtime.trainer.membership.open_files import flush_files
+from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
 from pod_runtime.trainer.progress.agreement import (
     HEADER_SIZE,
     ExchangeResult,

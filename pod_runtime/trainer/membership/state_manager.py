@@ -1,13 +1,8 @@
 """Keep the committed state safe: decide on snapshots and checkpoints, and park."""
 
-import contextlib
-import fcntl
-import gc
-import io
 import logging
 import math
 import os
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,9 +14,9 @@ from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.membership.open_files import flush_files
 from pod_runtime.trainer.progress.agreement import MUST, AgreedCut, SnapshotRequest
 from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
-from pod_runtime.trainer.progress.ledger import LEDGER_NAME
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state.best_checkpoints import best_store
@@ -38,7 +33,6 @@ logger = logging.getLogger(__name__)
 _STALL_SHARE = 0.004
 _FLUSH_PERIOD_S = 1.0
 RETRY_S = 10.0  # between tries at a checkpoint without which nothing can go on
-_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # buffer in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,29 +395,3 @@ class StateManager:
 
 def _next_multiple(step: int, every: int) -> int:
     return (step // every + 1) * every
-
-
-def flush_files() -> None:
-    """Flush the files that the script has open: most trainers are ended by SIGKILL after this.
-
-    To look through all objects takes some 0.02 s of the pause, so only where there is such a file.
-    """
-    if not any(_is_written(int(name)) for name in os.listdir("/proc/self/fd")):
-        return
-    open_files = [each for each in gc.get_objects() if type(each) in _WRITERS]
-    # Those of text first, as they hand on to those of bytes.
-    for each in sorted(open_files, key=lambda file: _WRITERS.index(type(file))):
-        with contextlib.suppress(OSError, ValueError):  # it cannot be written, or is closed
-            if _is_written(each.fileno()):
-                each.flush()
-
-
-def _is_written(fd: int) -> bool:
-    """Whether the script could have a file on a disk open there to write; a pipe may block."""
-    try:
-        mode, path = fcntl.fcntl(fd, fcntl.F_GETFL), os.readlink(f"/proc/self/fd/{fd}")
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-    except OSError:
-        return False
-    is_ours = fd <= 2 or path.startswith("/memfd:") or path.endswith("/" + LEDGER_NAME)
-    return is_file and not is_ours and mode & (os.O_WRONLY | os.O_RDWR) != 0

@@ -29,7 +29,15 @@ from job_server.jobs.events import (
     StopAsked,
     Tick,
 )
-from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
+from job_server.server.nodes import (
+    ClusterMemo,
+    Held,
+    KnownNode,
+    NodeRegistry,
+    Plan,
+    is_same_client,
+    taken_over,
+)
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import job_types
@@ -681,6 +689,9 @@ class Engine:
         if known is None:
             known = self.known(node)
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
+        elif not is_same_client(node.client, known.node.client):
+            known.plan.end(taken_over(node.node_id))
+            known.plan = self._plan_topic(node.node_id)
         known.node, known.seen_at, known.newest_ms = node, self.now(), 0
         self.registry.put(known)
         for entry in list(self.live.values()):
@@ -840,10 +851,12 @@ class Engine:
         ]
 
     def known(self, node: wire.Node) -> KnownNode:
-        pods = self.plan_of(node.node_id)
-        plan: Topic[Plan] = Topic(pods, self._plan_body, self.watchers, self.first_revision())
-        now = self.now()
+        now, plan = self.now(), self._plan_topic(node.node_id)
         return KnownNode(node=node, seen_at=now, added_at=now, plan=plan)
+
+    def _plan_topic(self, node_id: str) -> Topic[Plan]:
+        pods = self.plan_of(node_id)
+        return Topic(pods, self._plan_body, self.watchers, self.first_revision())
 
     def first_revision(self) -> int:
         """Return a number above all revisions before a restart: a poll from then must not wait."""

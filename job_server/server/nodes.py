@@ -128,8 +128,8 @@ class NodeRegistry:
                 f"node {node_id[:100]!r} is not registered: its job client does not run, or has "
                 f"not reached this server; `edl nodes` lists those that have"
             )
-        if not _is_same_client(client or "", known.node.client):
-            raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
+        if not is_same_client(client or "", known.node.client):
+            raise taken_over(node_id)
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:
@@ -190,7 +190,7 @@ class NodeRegistry:
         """
         same = self.nodes.get(node.node_id)
         heard = same is not None and same.report is not None and self.is_alive(same, now)
-        if same is not None and heard and not _is_same_client(node.client, same.node.client):
+        if same is not None and heard and not is_same_client(node.client, same.node.client):
             raise Conflict(
                 f"node_id: {node.node_id!r} is the node of another job client, at "
                 f"{same.node.addr}; give one of the two another --node_id. One that was killed "
@@ -258,7 +258,7 @@ class NodeRegistry:
     def is_late(self, node_id: str, report: wire.NodeReport) -> bool:
         """Whether a newer report of the same client was there first: this one says what was."""
         known = self.nodes.get(node_id)
-        if known is None or not _is_same_client(report.client, known.node.client):
+        if known is None or not is_same_client(report.client, known.node.client):
             return False  # another's clock says nothing of it
         return 0 < report.sent_ms < known.newest_ms
 
@@ -343,7 +343,13 @@ def _refreshed(view: NodeView, known: KnownNode) -> NodeView:
     )
 
 
-def _is_same_client(one: str, other: str) -> bool:
+def taken_over(node_id: str) -> NotFound:
+    """Say to a client that its node is another's: two would run the same pods."""
+    return NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
+
+
+def is_same_client(one: str, other: str) -> bool:
+    """Whether these may be one; "": that of a client of the version before."""
     return one == other or not (one and other)
 
 

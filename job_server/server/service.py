@@ -394,15 +394,11 @@ class JobService:
         """Return a NodePlan, as soon as its revision is not `revision`.
 
         Raises:
-            NotFound: the node is not registered, or by another client: two would run its pods.
+            NotFound: the node is not registered, or by another client.
         """
         with self.engine.lock:
-            known = self.engine.registry.get(node_id, client)
-        reply = known.plan.poll(revision, timeout_s)
-        with self.engine.lock:
-            if node_id in self.engine.registry.nodes:  # else it has left, and knows that
-                self.engine.registry.get(node_id, client)  # another may have it by now
-        return reply
+            plan = self.engine.registry.get(node_id, client).plan
+        return plan.poll(revision, timeout_s)
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
         """Apply a node's heartbeat to its jobs.

@@ -1,5 +1,6 @@
 """The routes over a real service and a real database."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from job_server.api import wire
-from job_server.api.errors import StoreTrouble
+from job_server.api.errors import NotFound, StoreTrouble
 from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -430,6 +431,27 @@ def test_a_node_that_leaves_is_off_the_list(client):
     assert client.get("/api/v1/nodes").json == {"nodes": []}
     assert client.get("/api/v1/nodes/node-a/plan").status_code == 404
     assert client.post("/api/v1/nodes/node-a/report", json=leaving).status_code == 404
+
+
+@pytest.mark.parametrize("event", ["is taken over", "leaves"])
+def test_a_client_that_waits_for_the_plan_of_its_node_is_told_when_that_is_its_no_more(event):
+    """Else it would run the other one's pods."""
+    clock = [1_000_000.0]
+    with open_service(now=lambda: clock[0]) as service:
+        service.register(cpu_node(client="one"))
+        plan = service.engine.registry.get("node-a").plan
+        asks = partial(service.plan, "node-a", plan.revision, 60, "one")
+        waits = InThread(asks)
+        wait_until(lambda: service.engine.watchers.count == 1)
+        if event == "leaves":
+            service.report_node("node-a", wire.NodeReport(node_id="node-a", leaving=True))
+        else:
+            clock[0] += 60
+            service.register(cpu_node(client="two"))
+        with pytest.raises(NotFound, match="register it"):
+            waits.result()
+        with pytest.raises(NotFound):
+            asks()
 
 
 def test_a_silent_node_is_shown_as_not_alive():

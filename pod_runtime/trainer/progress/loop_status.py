@@ -139,16 +139,17 @@ def check_same_run(
     pairs: list[tuple[str, object, object]] = [("batch_size", stored.batch_size, batch_size)]
     for name in ("seed", "dataset_length", "shuffle", "drop_last"):
         pairs.append((name, getattr(stored.run, name), getattr(run, name)))
-    remedies = {
-        "dataset_length": "give it the same samples (where files come and go while it trains, "
-        "have a list of them in a file)"
-    }
     for name, before, now in pairs:
         if before != now:
+            remedy = f"continue with {name}={before!r}"
+            if name == "dataset_length":  # which no argument says
+                remedy = (
+                    "give it the same samples (where files come and go while it trains, have a "
+                    "list of them in a file)"
+                )
             raise StateError(
                 f"{name}: {where} was made with {before!r}, this script says {now!r}; "
-                f"{remedies.get(name, f'continue with {name}={before!r}')}, or start afresh with "
-                f"another checkpoint path"
+                f"{remedy}, or start afresh with another checkpoint path"
             )
     if stored.run.sampler != run.sampler:
         before, now = (each or "no sampler" for each in (stored.run.sampler, run.sampler))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests. Installs into .venv on the first run.
 #   ./scripts/test.sh           all checks, then all tests but the long forms
-#   ./scripts/test.sh --fast    the tests that start no process and load no framework: under a minute
+#   ./scripts/test.sh --fast    the tests that start no process and load no framework: a minute
 #   ./scripts/test.sh --all     all tests but the long forms, without the checks
 #   ./scripts/test.sh --slow    the long forms, which nothing runs by itself
 # Other arguments go to pytest, which then runs one test after the other:

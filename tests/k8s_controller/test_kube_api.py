@@ -124,8 +124,8 @@ def test_a_token_that_cannot_be_read_is_a_trouble_as_others(tmp_path, left):
     host = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
     loader = InClusterConfigLoader(str(token), str(certificate), environ=host)
     loader._token_refresh_period = datetime.timedelta()
+    loader.load_and_set()
     kube = KubeApi()
-    loader.load_and_set(kube._client.configuration)
     if left is None:
         token.unlink()
     else:

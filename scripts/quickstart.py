@@ -346,6 +346,10 @@ def run(config: Config, screen: Screen) -> bool:
         status, events, stopped = direct(config, api, processes, screen)
         screen.news(style.bold(f"{status.state.value}: {status.reason.rpartition(': ')[2]}"))
         (config.out / "status.html").write_text(api.page())
+    except ApiError:
+        time.sleep(0.5)  # its port is closed before it has ended
+        processes.check()  # says more, if it has
+        raise
     finally:
         # From here on Ctrl-C would only leave processes behind.
         for number in _ENDS:

@@ -94,6 +94,18 @@ def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp
     assert strays(tmp_path / "out") == []
 
 
+def test_a_server_that_was_killed_is_said_and_leaves_nothing_running(start: Start, tmp_path: Path):
+    process, screen = start(), tmp_path / "screen"
+    wait_until(lambda: "status page" in screen.read_text())
+    (server,) = (
+        each for each in psutil.Process(process.pid).children() if "job_server" in each.cmdline()
+    )
+    server.kill()
+    assert process.wait(120) == 1
+    assert "job_server ended with exit code -9" in screen.read_text()
+    assert strays(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

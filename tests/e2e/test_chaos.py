@@ -42,17 +42,13 @@ def check_nothing_is_left(cluster: Cluster, memory_before: set[str]) -> None:
 
 
 def leaked_memory(cluster: Cluster, before: set[str]) -> set[str]:
-    """Return what has come since, but for what processes of Paddle's loader made for others.
+    """Return what has come since, made by processes of Paddle's loader of this cluster.
 
-    Other tests run beside this one, and some of theirs are killed as well.
+    Other tests and other programs of the machine make files there too, and some are killed.
     """
     forks = loaders(cluster)
-    found = set()
-    for name in set(os.listdir("/dev/shm")) - before:
-        maker = re.match(r"paddle_(\d+)_", name)  # by a process of Paddle's loader
-        if maker is None or int(maker[1]) in forks:
-            found.add(name)
-    return found
+    made = ((name, re.match(r"paddle_(\d+)_", name)) for name in os.listdir("/dev/shm"))
+    return {name for name, maker in made if maker and int(maker[1]) in forks} - before
 
 
 def loaders(cluster: Cluster) -> set[int]:

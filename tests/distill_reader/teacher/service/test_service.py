@@ -681,6 +681,7 @@ def test_a_request_that_fits_into_no_memory_with_its_answer_is_too_large(
 
     with pytest.raises(RequestTooLarge, match=r"1280128 bytes with its answer, .*has 1048576"):
         double(2).result(WAIT_S)  # whose size is known once it is computed
+    wait_until(partial(is_empty, open_service), WAIT_S)  # its predictor lets go of its inputs later
     assert outputs(double(1))["doubled"].all()
     with pytest.raises(RequestTooLarge, match="with its answer"):
         double(2)

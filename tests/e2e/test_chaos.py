@@ -71,7 +71,7 @@ def test_killing_each_kind_of_process_loses_no_sample(
     counting_cluster: Callable[..., Cluster], memory_before: set[str]
 ) -> None:
     cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=EPOCHS, workers=1)
-    cluster.submit(JobSpec(job_id="chaos", max_pods=2))
+    cluster.submit(JobSpec(job_id="chaos", max_pods=2, spares=1))
     cluster.wait_steps(5)
 
     cluster.kill(cluster.trainers()[0])
@@ -123,7 +123,7 @@ def test_planned_changes_redo_no_step_and_count_every_sample_once(
     sizes: tuple[int, ...],
 ) -> None:
     cluster = counting_cluster(slots=3, samples=SAMPLES, epochs=EPOCHS)
-    cluster.submit(JobSpec(job_id="resizes", pods=1, max_pods=3, overlap=overlap))
+    cluster.submit(JobSpec(job_id="resizes", pods=1, max_pods=3, overlap=overlap, spares=1))
     cluster.wait_steps(3)
     first = cluster.trainers()[0].pid
     for pods in sizes:
@@ -145,7 +145,7 @@ def test_a_server_that_is_away_costs_no_step_and_is_found_when_it_is_back(
     counting_cluster: Callable[..., Cluster], away_s: float
 ) -> None:
     cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=EPOCHS)
-    cluster.submit(JobSpec(job_id="away", max_pods=2))
+    cluster.submit(JobSpec(job_id="away", max_pods=2, spares=1))
     before = cluster.wait_steps(5)
     trainers = {p.pid for p in cluster.trainers()}
     assert cluster.server is not None

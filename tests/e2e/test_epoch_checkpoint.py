@@ -46,7 +46,7 @@ def epochs_done(cluster: Cluster) -> list[tuple[int, int]]:
 
 @pytest.mark.timeout(900)
 def test_no_epoch_is_skipped_when_pods_come_and_a_trainer_is_killed(cluster: Cluster) -> None:
-    cluster.submit(JobSpec(job_id="epochs", pods=1, max_pods=2, grace_s=3))
+    cluster.submit(JobSpec(job_id="epochs", pods=1, max_pods=2, grace_s=3, spares=1))
     wait_until(lambda: (0, 1) in epochs_done(cluster), 180, "an epoch of one trainer")
     cluster.api().resize("epochs", 2)
     # All epochs take less time than a first stage waits for trainers that call the elastic loop.

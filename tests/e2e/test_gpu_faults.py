@@ -36,7 +36,7 @@ def test_a_job_goes_on_without_a_lost_gpu_and_takes_it_back(
             "faults": [fault | {"xid": 79}, fault | {"lost": 1}],
         },
     )
-    cluster.submit(JobSpec(job_id="torch", pods=2, max_pods=2))
+    cluster.submit(JobSpec(job_id="torch", pods=2, max_pods=2, spares=1))
     cluster.wait_steps(3)
     falls.touch()
     smaller = cluster.wait_running(1)

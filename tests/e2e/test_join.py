@@ -15,7 +15,7 @@ def test_kills_amid_a_change_by_join_lose_no_sample(
     counting_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
-    cluster.submit(JobSpec(job_id="join", pods=1, max_pods=2, overlap="join"))
+    cluster.submit(JobSpec(job_id="join", pods=1, max_pods=2, overlap="join", spares=1))
     cluster.wait_steps(3)
     (stays,) = cluster.trainers()
 

@@ -20,7 +20,7 @@ def test_pause_frees_every_slot_and_resume_redoes_no_step(
 ) -> None:
     # Without a checkpoint path: the newest state goes to the run folder, and is found there.
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000, checkpoint="")
-    cluster.submit(JobSpec(job_id="nap", max_pods=2))
+    cluster.submit(JobSpec(job_id="nap", max_pods=2, spares=1))
     cluster.wait_steps(5)
     cluster.api().pause("nap")
     paused = cluster.wait_for(lambda now: now.state is JobState.PAUSED, "paused")
@@ -46,7 +46,7 @@ def test_a_whole_stack_that_is_stopped_leaves_its_newest_step_and_goes_on_from_t
     every = "--checkpoint {out}/checkpoint --save_steps 1000000"
     # On a busy machine the trainers need longer than usual to write what they have.
     cluster = counting_cluster(slots=2, samples=4800, epochs=100, checkpoint=every, grace_s=30)
-    cluster.submit(JobSpec(job_id="stack", max_pods=2))
+    cluster.submit(JobSpec(job_id="stack", max_pods=2, spares=1))
     seen = cluster.wait_steps(5)
     assert cluster.server is not None
     assert cluster.client is not None
@@ -99,7 +99,7 @@ def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., 
         - {at: 18s, pods: 1}
     """)
     script = ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline)
-    cluster.submit(JobSpec(job_id="timed", pods=1, max_pods=2, script=script))
+    cluster.submit(JobSpec(job_id="timed", pods=1, max_pods=2, script=script, spares=1))
     status = cluster.wait_for(
         lambda now: (
             now.state is JobState.RUNNING
@@ -121,7 +121,7 @@ def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., 
 @pytest.mark.timeout(900)
 def test_stop_ends_the_job_and_leaves_no_process(counting_cluster: Callable[..., Cluster]) -> None:
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
-    cluster.submit(JobSpec(job_id="long", max_pods=2))
+    cluster.submit(JobSpec(job_id="long", max_pods=2, spares=1))
     cluster.wait_steps(3)
     cluster.api().kill("long", pod_id=cluster.status().pods[1].pod_id)
     cluster.wait_for(lambda now: len(now.stages) >= 2, "a stage without the killed pod")

@@ -59,6 +59,7 @@ class SharingCluster(Cluster):
                 min_pods=least,
                 max_pods=most,
                 priority=priority,
+                spares=1,
             )
         )
 

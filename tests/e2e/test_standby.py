@@ -50,7 +50,7 @@ def test_rank_0s_pod_is_lost_and_the_others_go_on_at_once_and_later_a_trainer_di
     counting_cluster: Callable[..., Cluster], long: bool
 ) -> None:
     cluster = counting_cluster(slots=3, samples=1000, epochs=10_000)
-    cluster.submit(JobSpec(job_id="standby", pods=3, max_pods=3, standby=2))
+    cluster.submit(JobSpec(job_id="standby", pods=3, max_pods=3, standby=2, spares=1))
     before = standby_is_ready(cluster)
     lost = pod_of_rank(cluster, 0)
     cluster.kill(shim_of(cluster, lost))

@@ -272,7 +272,7 @@ def test_4_ranks_give_up_one_that_hangs_and_it_is_named(
     counting_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
-    cluster.submit(JobSpec(job_id="waits", pods=2, max_pods=2))
+    cluster.submit(JobSpec(job_id="waits", pods=2, max_pods=2, spares=1))
     cluster.wait_steps(3)
     stopped = cluster.trainers()[1]
     rank = stopped.environ()["PADDLE_TRAINER_ID"]

@@ -148,7 +148,7 @@ def test_a_student_learns_the_same_while_its_pods_and_its_teachers_change(
 ) -> None:
     first, doomed = service.add_teacher()
     second, _stays = service.add_teacher()
-    cluster.submit(JobSpec(job_id="taught", pods=1, max_pods=2))
+    cluster.submit(JobSpec(job_id="taught", pods=1, max_pods=2, spares=1))
     cluster.wait_steps(5)
     cluster.api().resize("taught", 2)
     cluster.wait_running(2)

@@ -19,7 +19,7 @@ def test_changes_and_a_kill_lose_no_sample(counting_cluster: Callable[..., Clust
     cluster = counting_cluster(
         slots=2, samples=480, epochs=10_000, workers=1, program="count_train_torch.py"
     )
-    cluster.submit(JobSpec(job_id="torch", pods=1, max_pods=2))
+    cluster.submit(JobSpec(job_id="torch", pods=1, max_pods=2, spares=1))
     cluster.wait_steps(5)
     cluster.api().resize("torch", 2)
     status = cluster.wait_running(2)

@@ -120,7 +120,7 @@ def test_a_node_joins_dies_returns_and_is_cut_off_and_every_sample_counts_once(
     two_nodes: Nodes, cut_s: float, overlap: str, way: Way
 ) -> None:
     two_nodes.start_client_of(1)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, overlap=overlap))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, overlap=overlap, spares=1))
     two_nodes.wait_trained_by(1)
 
     two_nodes.start_client_of(2)
@@ -154,7 +154,7 @@ def test_a_node_that_is_frozen_and_thawed_makes_no_second_world(
     two_nodes: Nodes, standby: int
 ) -> None:
     two_nodes.start_client_of(1)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, standby=standby))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, standby=standby, spares=1))
     two_nodes.wait_trained_by(1)
     two_nodes.start_client_of(2)
     two_nodes.api().resize("two", 2)
@@ -188,7 +188,7 @@ def test_the_node_of_rank_0_is_cut_off_and_the_other_goes_on_from_its_own_copy(
     two_nodes: Nodes,
 ) -> None:
     two_nodes.start_client_of(2)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, spares=1))
     two_nodes.wait_trained_by(2)
     two_nodes.start_client_of(1)
     two_nodes.api().resize("two", 2)
@@ -208,7 +208,7 @@ def test_a_training_that_is_wholly_on_the_far_side_of_a_cut_goes_on_there_and_no
     two_nodes: Nodes,
 ) -> None:
     two_nodes.start_client_of(2)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, spares=1))
     before = two_nodes.wait_trained_by(2)
     two_nodes.start_client_of(1)
     two_nodes.wait_for(lambda _now: len(two_nodes.api().nodes()) == 2, "node 1 is there")
@@ -231,7 +231,7 @@ def test_a_cut_amid_a_change_stops_nobody_and_the_change_succeeds_afterwards(
     two_nodes: Nodes,
 ) -> None:
     two_nodes.start_client_of(1)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, spares=1))
     two_nodes.wait_trained_by(1)
     two_nodes.start_client_of(2)
     two_nodes.wait_for(lambda _now: len(two_nodes.api().nodes()) == 2, "node 2 is there")

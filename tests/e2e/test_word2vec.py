@@ -37,7 +37,7 @@ def test_a_killed_trainer_loses_no_ngram(tmp_path: Path) -> None:
 
 
 def _train(cluster: Cluster, files: int) -> None:
-    cluster.submit(JobSpec(job_id="words", min_pods=2, max_pods=2))
+    cluster.submit(JobSpec(job_id="words", min_pods=2, max_pods=2, spares=1))
     cluster.wait_steps(10)
     cluster.kill(cluster.trainers()[0])
     wait_until(lambda: cluster.status().state.ended, 300, "the job ends")

@@ -47,7 +47,7 @@ from pod_runtime.trainer.state.host_state import SaveTarget
 from pod_runtime.trainer.state.owner import Owner, this_holder
 from pod_runtime.trainer.state.owner_record import State
 from pod_runtime.trainer.state.snapshot import SnapshotSegment, newest_status, read_snapshot
-from pod_runtime.trainer.state.storage import check_outlives_pod, open_storage
+from pod_runtime.trainer.state.storage import absolute, check_outlives_pod, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,10 @@ class StageJoiner:
             PeerLost: outside EDL, another rank is gone.
         """
         self._settings, self._env = settings, env
+        self._checkpoint: str | None = None  # where it is, wherever the script changes to
         if settings.checkpoint is not None:
             check_outlives_pod(settings.checkpoint, os.environ)
+            self._checkpoint = absolute(settings.checkpoint)
         self._origin = LoopOrigin(number=loop_number, checkpoint=settings.checkpoint or "")
         self._activity = own_activity()
         self._activity.begin(Doing.STARTING)
@@ -336,9 +338,9 @@ class StageJoiner:
         """Only rank 0 reads and writes checkpoints; the others get the state from it."""
         settings, env = self._settings, self._env
         plan = None if self._link is None else self._plan
-        if settings.checkpoint is None or self._rank != 0:
+        if self._checkpoint is None or self._rank != 0:
             return None
-        storage = open_storage(settings.checkpoint)
+        storage = open_storage(self._checkpoint)
         owner = Owner(
             storage,
             this_holder(plan=plan, server=env.job_server or ""),
@@ -349,7 +351,7 @@ class StageJoiner:
     def _save_target(self) -> SaveTarget:
         """Return where a process that knows no script writes the state if the job ends."""
         return SaveTarget.of(
-            self._settings.checkpoint,
+            self._checkpoint,
             self._settings.keep_checkpoints,
             self._env.run_dir,
             server=self._env.job_server or "",

@@ -1,7 +1,6 @@
 """A state as plain memory, as snapshots, broadcasts and checkpoints use it."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from job_server.api.wire import WireError, decode
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import StateLayout, layout_from_json
 from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.state.storage import absolute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,8 @@ class SaveTarget:
     @classmethod
     def of(cls, checkpoint: str | None, keep: int, run_dir: Path | None, **job: Any) -> Self:
         """Return a target that means the same in any folder; `job`: the last three fields."""
-        path = checkpoint or ""
-        if path and "://" not in path:
-            path = os.path.abspath(path)
         return cls(
-            checkpoint=path,
+            checkpoint=absolute(checkpoint) if checkpoint else "",
             keep=keep,
             run_dir="" if run_dir is None else str(run_dir),
             python=sys.executable or "",

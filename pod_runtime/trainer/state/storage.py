@@ -37,6 +37,12 @@ def check_outlives_pod(path: str | os.PathLike[str], environ: Mapping[str, str])
         )
 
 
+def absolute(location: str | os.PathLike[str]) -> str:
+    """Return a location that means the same in any folder, to which a script may change."""
+    text = os.fspath(location)
+    return text if "://" in text else os.path.abspath(text)
+
+
 class Storage(Protocol):
     """Paths are relative to a root and use `/`."""
 

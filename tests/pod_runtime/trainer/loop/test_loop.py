@@ -147,6 +147,16 @@ def test_a_training_does_not_begin_whose_checkpoints_no_later_pod_would_find(tmp
         make(checkpoint="out")
 
 
+def test_checkpoints_stay_where_they_are_when_the_script_changes_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    for epochs in (1, 2):
+        monkeypatch.chdir(tmp_path)
+        loop, model = make(checkpoint="checkpoint", epochs=epochs)
+        monkeypatch.chdir("results")
+        assert len(train(loop, model)) == 4
+    assert not any((tmp_path / "results").iterdir())
+
+
 @pytest.mark.parametrize("kind", ["dataset", "workers", "reader", "reader of its own"])
 def test_what_was_drawn_is_proven_however_it_is_read(tmp_path, capsys, kind):
     def read(where: elastic.ReadFrom) -> Any:

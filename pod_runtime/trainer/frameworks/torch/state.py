@@ -69,8 +69,11 @@ class TorchState(BaseState):
             yield
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
-        super().load(_plain_layout(layout), data, _plain_scalars(scalars))
-        self._compute_weights()
+        # A prepared trainer gets it where its script asks first, as by `loop.evaluate`: perhaps in
+        # a function in inference mode, whose tensors no optimizer could change later.
+        with torch.inference_mode(False):
+            super().load(_plain_layout(layout), data, _plain_scalars(scalars))
+            self._compute_weights()
 
     def note_committed(self, *, of_epoch: bool = False) -> None:
         if of_epoch:

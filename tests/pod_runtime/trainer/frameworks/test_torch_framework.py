@@ -169,6 +169,17 @@ def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind, dtype):
     assert one.take()[1] != before[1]
 
 
+def test_a_state_that_comes_while_the_script_evaluates_in_inference_mode_trains_on():
+    one, other = Training("milestones"), Training("milestones", seed=2)
+    one.step(0)
+    with torch.inference_mode():  # around a function of the script's that calls loop.evaluate
+        other.load(one)
+    for each in (one, other):
+        each.step(1)
+        each.extra.state["mean"] += 1
+    assert other.take()[1:] == one.take()[1:]
+
+
 def test_a_state_from_before_the_first_step_leaves_nothing_of_a_later_one():
     fresh, used = Training("momentum"), Training("momentum", seed=2)
     used.step(1)

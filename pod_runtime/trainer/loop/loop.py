@@ -37,6 +37,7 @@ from pod_runtime.trainer.membership.restore import own_state
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm, was_told_to_end
+from pod_runtime.trainer.membership.terms import script_values
 from pod_runtime.trainer.progress.best import BestCheckpoint, check_metric, find_best
 from pod_runtime.trainer.progress.scaling import Policy
 from pod_runtime.trainer.progress.shard_choice import choose_shards, sizes_to_measure
@@ -74,6 +75,8 @@ class Loop:
     _made: ClassVar[int] = 0  # in this process
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     _folders: ClassVar[set[str]] = set()  # of checkpoints, of the loops that it has made
+    # Ids of the tensors of the script that the steps of loops before have left, by its names.
+    _of_steps: ClassVar[dict[str, int]] = {}
     _rehearsal: ClassVar[Rehearsal | None] = None  # None: this process trains
     # Also of one whose making failed:
     _finished = False
@@ -234,6 +237,8 @@ class Loop:
         self._is_in_job = env.channel is not None
         if settings.checkpoint is not None:
             self._take_folder(settings.checkpoint)
+        values = script_values()
+        self._values = {name: id(each) for name, each in values.items()}  # as the loop was made
         self._joiner = StageJoiner(
             settings,
             self._source,
@@ -249,6 +254,8 @@ class Loop:
                 join_on_gpu=env.join_on_gpu,
             ),
             loop_number=self._number,
+            # A batch, and what is made of it, is this trainer's own.
+            values={k: v for k, v in values.items() if Loop._of_steps.get(k) != id(v)},
         )
         Loop._made += 1
         self._source = self._joiner.source
@@ -399,6 +406,12 @@ class Loop:
                 self._end_epoch(self._entered())
             if self._rehearsal is not None:
                 raise RehearsalOver
+        if self._epoch is None and self.rank == 0:
+            logger.warning(
+                "the training was complete before this process began: the body of `for epoch in "
+                "loop.epochs():` does not run here. What the script needs of it is computed after "
+                "the loop (loop.evaluate), not taken from a variable that the body sets"
+            )
         with self._surviving():
             self._finish()
 
@@ -847,6 +860,11 @@ class Loop:
                 break
         self._joiner.close()
         self._finished = True
+        Loop._of_steps = {
+            name: id(each)
+            for name, each in script_values().items()
+            if id(each) != self._values.get(name) or id(each) == Loop._of_steps.get(name)
+        }
         seed_end(self._framework.data, self._settings.seed, self._number)
         stage = steps.stage
         stage.member.activity.begin(Doing.DONE)
@@ -913,11 +931,19 @@ def explain_error(error: BaseException) -> str:
 
     A body that passes alone, where the shard is the whole batch, fails where it takes the batch
     size for the size of what it has. One with two losses fails where both are of one forward pass.
-    What follows an epoch may run where no step of it was made.
+    What follows an epoch may run where no step of it was made, and what follows a loop where no
+    epoch was.
     """
     loop = Loop._newest
     step = None if loop is None else loop._open_step
     epoch = None if loop is None or loop._steps is None else loop._epoch
+    is_of_body = loop is not None and loop._finished and epoch is None
+    if isinstance(error, NameError) and is_of_body:
+        return (
+            "the training was complete before this process began, and the body of `for epoch in "
+            "loop.epochs():` did not run: what only that sets is not there; compute it after the "
+            "loop, as by loop.evaluate"
+        )
     if isinstance(error, NameError) and epoch is not None and step is None and not len(epoch):
         return (
             f"this process goes on after the last step of epoch {epoch.number}, which another one "

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,11 +82,13 @@ class StageJoiner:
         env: TrainerEnv,
         make_framework: Callable[[int], Framework],
         loop_number: int = 0,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         """Connect to the launcher, and form the group.
 
         Args:
             loop_number: how many loops this process had made before.
+            values: tensors and arrays of the script, by its names, that all trainers should have.
 
         Raises:
             UsageError: an argument does not fit the model or the stage.
@@ -123,7 +125,7 @@ class StageJoiner:
         self.running_epoch = 0  # when this trainer was prepared, as far as it is known
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
-        self._arrays, self._said = script_arrays(), set[str]()
+        self._arrays, self._said = script_arrays(values or {}), set[str]()
         self._terms = self._make_terms()  # as the script made them, before a state is loaded
         with self._as_victim():
             if self.overlaps:

@@ -50,19 +50,28 @@ def check_same_terms(
     _refuse_if_any(group, differs, _REMEDY, rank=rank, world_size=world_size)
 
 
-def script_arrays() -> dict[str, int]:
-    """Return checksums of the tensors and arrays that the script has, by its names.
+def script_values() -> dict[str, Any]:
+    """Return the tensors and arrays that the script has, by its names; trained ones are left out.
 
-    Trained ones are left out, and files that are mapped.
+    And files that are mapped.
     """
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for name, value in [*vars(sys.modules["__main__"]).items()]:
         is_trained = getattr(value, "requires_grad", False) or not getattr(
             value, "stop_gradient", True
         )
         is_array = type(value) is np.ndarray or type(value).__name__ == "Tensor"
-        if not is_array or is_trained or name.startswith("_") or len(found) == _MOST_ARRAYS:
-            continue
+        if is_array and not is_trained and not name.startswith("_"):
+            found[name] = value
+    return found
+
+
+def script_arrays(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return checksums of these tensors and arrays, by their names; of some if there are many."""
+    found: dict[str, int] = {}
+    for name, value in values.items():
+        if len(found) == _MOST_ARRAYS:
+            break
         digest = rough_digest(value)
         if digest is not None:
             found[name] = digest

@@ -630,6 +630,18 @@ def test_a_name_that_only_the_steps_set_is_explained_where_none_were_made(monkey
     assert "after the last step of epoch 2" in explain_error(UnboundLocalError("loss_value"))
 
 
+def test_what_only_the_epochs_set_is_explained_where_the_training_was_complete(tmp_path, caplog):
+    """As where a script makes several, and is run again after a crash in a later one."""
+    train(*make(checkpoint=tmp_path))
+    error = NameError("name 'accuracy' is not defined")
+    assert explain_error(error) == ""
+    loop, model = make(checkpoint=tmp_path)
+    assert train(loop, model) == []
+    assert "does not run here. What the script needs of it is computed after" in caplog.text
+    assert "compute it after the loop, as by loop.evaluate" in explain_error(error)
+    assert loop.evaluate(DATA, lambda batch: {"n": len(batch)}, batch_size=6) == {"n": 20}
+
+
 def test_a_loop_that_could_not_be_made_has_no_step():
     with pytest.raises(elastic.UsageError):
         make(batch_size=0)

@@ -330,6 +330,7 @@ def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it
     for rank in (0, 1):
         first, second, third = json.loads((job.folder / f"open.{rank}").read_text())
         assert third <= second <= first + 1, (first, second, third)
+    assert "of the script" not in stage.logs()  # the last batch of each is its own
 
 
 def test_what_the_second_training_of_a_script_left_is_not_what_the_first_one_goes_on_from(launch):

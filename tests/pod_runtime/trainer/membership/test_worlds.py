@@ -356,6 +356,34 @@ def test_what_the_second_training_of_a_script_left_is_not_what_the_first_one_goe
     assert json.loads((job.folder / "began.0").read_text()) == [0, step, 0]
 
 
+def test_a_later_training_of_a_script_goes_on_from_memory_though_an_earlier_one_came_further(
+    launch, tmp_path: Path
+):
+    """The server names the furthest step of both."""
+    job = launch("again.py", 2)
+    args = "--out", str(job.folder), "--step_s", "0.5", "--folders", str(tmp_path / "ckpt")
+    stage = job.start(1, *args)
+    stage.go()
+    (trainer,) = stage.trainers
+    wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
+    stage.go()
+    wait_until(lambda: trainer.said[-1].get("step") == 1, 90)
+    stage.cut()
+    step = stage.drained()
+    assert step < 4
+    stage.end()
+    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
+    stage = job.start(2, *args, restore_from=(1, 4))
+    for times in (1, 2, 3):
+        stage.go()
+        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
+        if times < 3:
+            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
+    assert stage.codes() == [0, 0], stage.logs()
+    assert json.loads((job.folder / "began.0").read_text()) == [4, step, 0]
+    assert "falling back to checkpoints" not in stage.logs()
+
+
 def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_loses_nothing(launch):
     job = launch("counting.py", 2)
     stage = job.start(2, *out(job, "--snapshot_steps", "100"))

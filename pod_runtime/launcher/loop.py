@@ -24,9 +24,11 @@ from job_server.api.wire import (
     Attach,
     PodOrders,
     PodReport,
+    RaisedError,
     ReportKind,
     SlotKind,
     StagePlan,
+    TrainerError,
 )
 from pod_runtime.activity import Seen, look, open_page
 from pod_runtime.cgroups import OomWatch
@@ -64,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
+_USAGE_ERROR = "pod_runtime.trainer.errors.UsageError"  # as failure policies know it
 _LOST_WORKER = re.compile(r"worker.*(kill|exit)", re.IGNORECASE)  # of a framework's data loader
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
@@ -292,9 +295,36 @@ class Launcher:
             raise ChannelError(
                 f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
             )
+        self._refuse_twins(name, self._connections.get(name), connection)
         self._connections[name] = connection
         if hello.adapter:
             self._pool.preload_adapter(hello.adapter)
+
+    def _refuse_twins(
+        self, name: Name, before: TrainerConnection | None, now: TrainerConnection
+    ) -> None:
+        """See that no two processes of a script are one trainer; it fails by that.
+
+        Raises:
+            ChannelError: they are.
+        """
+        key, rank = name
+        run = state.find_run(self._pod, key)
+        if before is None or not before.open or run is None or run.done_step is not None:
+            return
+        other = read(before.peer_pid)
+        if before.peer_pid == now.peer_pid or other is None or other.state in "ZX":
+            return
+        text = (
+            f"two processes of the script have made a Loop, pid {before.peer_pid} and "
+            f"{now.peer_pid}, and both would be rank {rank}: the launcher starts a process for "
+            f"each trainer. Call the function that trains once, without "
+            f"torch.multiprocessing.spawn and the like"
+        )
+        error = TrainerError(chain=(RaisedError(types=(_USAGE_ERROR, "Exception"), text=text),))
+        evidence, _ = self._evidence(self._pool.get(name), killed=False)
+        self._pod = state.received(self._pod, key, rank, Raised(error=error), evidence)
+        raise ChannelError(text)
 
     def _on_death(self, trainer: TrainerProcess) -> None:
         name = trainer.key, trainer.rank

@@ -32,6 +32,7 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.launch import check_args
 from pod_runtime.segment_header import SlotHeader, read_newest
 from pod_runtime.shim_wire import read_exit, request
+from pod_runtime.trainer.errors import UsageError
 from tests.pod_runtime.fake_job_server import FakeJobServer, make_part, make_plan
 from tests.programs import loaded_by
 from tests.support import free_port, wait_until
@@ -540,6 +541,22 @@ def test_a_trainer_is_watched_that_its_script_has_started_as_a_child(server, mak
     (trainer,) = (pid for pid in pod.trainers() if parent(pid) in pod.trainers())
     os.kill(trainer, signal.SIGSTOP)
     assert "stopped by a signal (SIGSTOP)" in server.wait_told(ReportKind.HUNG).reason
+
+
+def test_two_processes_of_a_script_that_would_be_one_trainer_are_refused(
+    server, make_pod, tmp_path
+):
+    script = tmp_path / "train.sh"
+    script.write_text(f'#!/bin/sh\n{sys.executable} {TOY} "$@" &\n{sys.executable} {TOY} "$@"\n')
+    script.chmod(0o755)
+    pod = make_pod()
+    pod.start(script=str(script))
+    server.say(make_plan(1, Order.START, (pod.part(),)))
+    failed = server.wait_told(ReportKind.FAILED)
+    assert failed.error is not None
+    assert failed.error.chain[0].types[0] == f"{UsageError.__module__}.{UsageError.__name__}"
+    assert "two processes of the script have made a Loop" in failed.reason
+    assert "without torch.multiprocessing.spawn" in failed.reason
 
 
 def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):

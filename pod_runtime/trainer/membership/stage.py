@@ -510,7 +510,28 @@ class StageJoiner:
                 f"checkpoint path"
             )
         self._orders.known(status)
+        self._say_other_folder(status.origin.checkpoint)
         return replace(status.for_run(run), promise=promise)
+
+    def _say_other_folder(self, before: str) -> None:
+        """Say where the checkpoints of this job go from process to process.
+
+        Nodes may have paths of their own for what all of them see, but not the other's then.
+        """
+        here = self._settings.checkpoint
+        is_seen = "://" in before or os.path.isdir(before)
+        if self._rank or self._link is None or not before or here in (None, before) or not is_seen:
+            return
+        if self._plan.restore_from is None and not self.overlaps:
+            return  # another job's, whose folder was copied
+        if before in self._said:
+            return
+        self._said.add(before)
+        logger.warning(
+            "checkpoint: %s here, and %s in the process that made the state. A path that is made "
+            "anew in each process, as by the time of its start, scatters the checkpoints, and no "
+            "later start goes on from them: make it once, and pass it to the script", here, before,
+        )  # fmt: skip
 
     def _check_constants(self, status: LoopStatus, where: str) -> None:
         """See that layers hold outside of the state what those that made it hold.

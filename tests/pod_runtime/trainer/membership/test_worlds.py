@@ -186,6 +186,23 @@ def test_what_each_process_has_drawn_for_the_script_is_told(launch):
     assert stage.logs().count("of the script, features: not the same as where the state of") == 1
 
 
+def test_a_folder_of_checkpoints_that_each_process_makes_anew_is_told(launch, tmp_path: Path):
+    """As one with the time of the start in its name: no later start would go on from there."""
+    job = launch("counting.py", 1)
+    folders = [str(tmp_path / name) for name in ("10-15-01", "10-15-09")]
+    stage = job.start(1, *out(job, "--checkpoint", folders[0], step_s=0.05))
+    stage.go()
+    stage.wait_step(3)
+    stage.cut()
+    restore_from = (stage.number, stage.drained())
+    stage.end()
+    stage = job.start(1, *out(job, "--checkpoint", folders[1]), restore_from=restore_from)
+    stage.go()
+    finish(stage)
+    text = f"checkpoint: {folders[1]} here, and {folders[0]} in the process that made the state"
+    assert stage.logs().count(text) == 1
+
+
 def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_old_go_on(launch):
     job = launch("counting.py", 2)
     old = job.start(1, *out(job))

@@ -150,8 +150,14 @@ class StudyStore:
         return self.trial(number)
 
     def _draw(self, trial: optuna.Trial) -> None:
+        """Draw the parameters of a trial, in order; those that it has stay."""
+        known, drawn = self.trial(trial.number).values, trial.distributions
         for name, parameter in self._spec.parameters.items():
-            _suggest(trial, name, parameter)
+            if name in known:  # what it has taken of the sampler's numbers, no other one may get
+                frozen = self._study.get_trials(deepcopy=False)[trial.number]
+                self._study.sampler.sample_independent(self._study, frozen, name, drawn[name])
+            else:
+                _suggest(trial, name, parameter)
 
     def report(self, number: int, epochs: int, value: float) -> bool:
         """Enter a value, the first one at a step; return whether the pruner ends the trial."""
@@ -206,7 +212,7 @@ def _trial(found: optuna.trial.FrozenTrial, of_study: Mapping[str, object]) -> T
 
 
 def _suggest(trial: optuna.Trial, name: str, parameter: Parameter) -> None:
-    """Draw a value; one that was drawn already stays."""
+    """Draw a value."""
     match parameter:
         case FloatRange(low=low, high=high, log=log, step=step):
             trial.suggest_float(name, low, high, log=log, step=step)

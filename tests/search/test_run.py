@@ -24,7 +24,8 @@ from tests.search.study import job, study
 from tests.support import no_file_locks, nothing_writable
 
 optuna = pytest.importorskip("optuna")
-from search.run import Search  # noqa: E402 - they need it, too
+import search.store  # noqa: E402 - they need it, too
+from search.run import Search  # noqa: E402
 from search.store import StudyStore  # noqa: E402
 
 
@@ -191,6 +192,27 @@ def test_a_trial_that_was_killed_before_all_its_parameters_were_drawn_gets_them(
     start(tmp_path, jobs)
     assert [values.keys() for *_, values in results(tmp_path)] == [{"quality"}] * 4
     assert len(set(jobs.made)) == len(jobs.made) == 4
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_kill_amid_the_draws_of_a_trial_changes_none_of_them(tmp_path, monkeypatch, sampler):
+    one = FloatRange(low=0.0, high=1.0, log=False, step=None)
+    spec = replace(SPEC, parameters=dict.fromkeys("abc", one), sampler=SamplerSpec(kind=sampler))
+    with StudyStore(tmp_path / "unharmed", spec) as store:
+        expected = store.trial(store.ask()).values
+    draw, drawn = search.store._suggest, list[str]()
+
+    def killed_at_third(trial: Any, name: str, parameter: Parameter) -> None:
+        drawn.append(name)
+        if len(drawn) == 3:
+            raise Killed
+        draw(trial, name, parameter)
+
+    monkeypatch.setattr(search.store, "_suggest", killed_at_third)
+    with StudyStore(tmp_path / "killed", spec) as store, pytest.raises(Killed):
+        store.ask()
+    with StudyStore(tmp_path / "killed", spec) as store:
+        assert store.complete(0).values == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
 
-from pod_runtime.trainer.errors import PeerLost
+from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
 from pod_runtime.trainer.frameworks.meeting import wait_for
 from pod_runtime.trainer.frameworks.paddle import second_group
@@ -50,6 +50,7 @@ class PaddleGroup:
             # Paddle reads it when it makes the group; without it, collectives fail on the CPU.
             os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
         master = spec.master or _own_master()
+        _check_family(master)
         if spec.rank:
             wait_for(master, _MASTER_TIMEOUT_S)
         try:
@@ -126,6 +127,16 @@ class PaddleGroup:
 
 def _nothing() -> None:
     """What is called where no step has anything on its way."""
+
+
+def _check_family(master: str) -> None:
+    """Refuse an address of which Paddle says `stoi`, as it cuts it at its first colon."""
+    host = master.rpartition(":")[0]
+    if ":" in host:
+        raise UsageError(
+            f"Paddle's trainers form no group by IPv6, as at {host}; give each job client an IPv4 "
+            "address (--addr), train with PyTorch, or with one trainer"
+        )
 
 
 def _own_master() -> str:

@@ -424,6 +424,15 @@ def test_a_world_of_one_needs_no_group():
     assert model.training
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_by_ipv6_which_paddle_cannot_form_is_refused_with_the_remedy(rank):
+    framework, *_ = make("momentum")
+    spec = GroupSpec(rank=rank, world_size=2, master="fd00::1:22100", generation=1)
+    with pytest.raises(UsageError, match=r"by IPv6, as at fd00::1; .*--addr"):
+        framework.group.form(spec)
+    framework.group.form(GroupSpec(rank=0, world_size=1, master="fd00::1:22100", generation=1))
+
+
 def form_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test plays the other ranks."""
     monkeypatch.setattr(dist, "init_parallel_env", lambda: None)

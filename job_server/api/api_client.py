@@ -372,10 +372,11 @@ class ApiClient:
         told = _told(response)
         text = told or f"HTTP {response.status_code} {response.reason}"
         if told is not None or response.status_code not in _OF_PROXIES:
+            refusal = text if told else f"{self.url}: {text}{_of_proxy(response.status_code)}"
             if response.status_code in _REJECTED:
-                raise _REJECTED[response.status_code](text)
+                raise _REJECTED[response.status_code](refusal)
             if 400 <= response.status_code < 500:
-                raise BadRequest(text, response.status_code)
+                raise BadRequest(refusal, response.status_code)
         away = ServerAway(f"{self.url}: {text}", _retry_after_s(response))
         away.answers = response.status_code == 503 and told is not None
         away.status = response.status_code
@@ -418,6 +419,12 @@ def _told(response: requests.Response) -> str | None:
     if isinstance(data, dict) and isinstance(data.get("error"), str):
         return str(data["error"])
     return None
+
+
+def _of_proxy(status: int) -> str:
+    """Return what is said of a refusal that is not in a job server's words."""
+    remedy = ": have it pass on 2 MiB (client_max_body_size of nginx)" if status == 413 else ""
+    return f", which are no job server's words, but of a proxy before it, say{remedy}"
 
 
 def _retry_after_s(response: requests.Response) -> float:

@@ -130,6 +130,19 @@ def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, t
             next(records)
 
 
+@pytest.mark.parametrize(
+    ("files", "records", "remedy"),
+    [(10_000, None, "larger files$"), (1, 1, "larger files, or take a larger records_per_task")],
+)
+def test_more_than_one_request_can_hold_is_refused_with_what_to_do(
+    server, tmp_path, files, records, remedy
+):
+    for number in range(files):
+        (tmp_path / f"{'a' * 200}-{number}").write_text("x\n" * (10_000 // files))
+    with pytest.raises(UsageError, match=f"2097152.*10000 tasks.*{remedy}"):
+        cloud_reader(str(tmp_path / "a*"), server.url, queue="q", records_per_task=records)
+
+
 def _read_in_worker(paths: str, url: str, out: "multiprocessing.Queue[list[int]]") -> None:
     reader = cloud_reader(paths, url, queue="q", records_per_task=1)
     out.put([int(row[0]) for row in reader()])

@@ -28,7 +28,7 @@ import numpy as np
 from job_server.api.api_client import ApiClient, NotFound, Rejected, Retryable, server_url
 from job_server.api.backoff import Backoff
 from job_server.api.command_line import read_token
-from job_server.api.errors import JobServerError
+from job_server.api.errors import BadRequest, JobServerError
 from job_server.api.local_servers import find_server
 from job_server.api.task_wire import (
     MAX_ERROR_CHARS,
@@ -54,6 +54,7 @@ _STEPS = 4
 _END_S = 5.0
 _RENEWALS = 3  # in the time of a lease
 _FIRST_S, _LAST_S = 0.1, 5.0  # between two tries to reach the server
+_TOO_LONG = 413  # of a request's body
 
 
 def cloud_reader(
@@ -115,7 +116,13 @@ def cloud_reader(
         spec = TaskQueueSpec(name=name, tasks=tasks, lease_s=lease_s, max_tries=max_tries)
         server.call(lambda api: api.make_queue(spec))
     except (WireError, Rejected) as error:
-        raise UsageError(str(error)) from None
+        text = str(error)
+        if isinstance(error, BadRequest) and error.status == _TOO_LONG:
+            text += (
+                f"; the {len(tasks)} tasks are described in one request: read fewer, larger files"
+            )
+            text += "" if records_per_task is None else ", or take a larger records_per_task"
+        raise UsageError(text) from None
     return CloudReader(server, name, read, in_use)
 
 

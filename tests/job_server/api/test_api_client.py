@@ -2,6 +2,7 @@
 
 import http.server
 import math
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,7 +13,15 @@ from werkzeug.serving import make_server
 
 from job_server.api import wire
 from job_server.api.api_client import ApiClient, server_url
-from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
+from job_server.api.errors import (
+    BadRequest,
+    Conflict,
+    Forbidden,
+    Gone,
+    NotFound,
+    ServerAway,
+    Unauthorized,
+)
 from job_server.cli.commands import main
 from job_server.server.app import create_app
 from job_server.server.guard import Guard
@@ -228,6 +237,8 @@ class Stranger(http.server.BaseHTTPRequestHandler):
             "/no_route": (404, b"404 page not found"),  # as Traefik, while the server is away
             "/idle": (408, b"<html>"),
             "/too_often": (429, b"{}"),
+            "/too_long": (413, b"<html>"),
+            "/forbidden": (403, b"<html>"),
         }.get(self.server.answer, (200, b"{}"))  # type: ignore[attr-defined]  # set by the test
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -270,6 +281,19 @@ def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
     with stranger(answer) as address, ApiClient(address) as api, pytest.raises(ServerAway) as away:
         api.health()
     assert not away.value.answers
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        ("/too_long", BadRequest, "HTTP 413 .*client_max_body_size"),
+        ("/forbidden", Forbidden, "HTTP 403 .*no job server's words"),
+    ],
+)
+def test_what_a_proxy_refuses_is_said_to_be_of_one_and_where(answer, kind, words):
+    with stranger(answer) as address, ApiClient(address) as api, pytest.raises(kind) as refused:
+        api.health()
+    assert re.match(f"http://{address}: {words}", str(refused.value))
 
 
 def test_a_server_that_cannot_write_is_there_and_no_command_doubts_its_address(capsys):

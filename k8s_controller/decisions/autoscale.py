@@ -86,7 +86,7 @@ def look(
     usual = next((int(each["value"]) for each in classes.values() if each.get("globalDefault")), 0)
     known: dict[str, _Candidate] = {}
     for each_job in jobs:
-        if (found := _candidate(each_job, classes, usual)) is not None:
+        if (found := _candidate(each_job, classes, usual, now)) is not None:
             known[found.name] = found
     others: list[Object] = []
     for pod in pods:
@@ -171,7 +171,7 @@ def decide(policy: Policy, seen: Picture, now: float) -> dict[str, Autoscale]:
             limit, until = view.max_trainers, now + RETRY_S
             if count == limit:
                 reason = f"there is no node for more: {seen.unplaced[name]}"
-        elif until is not None and now >= until:
+        elif until is not None and not _holds(until, now):
             limit, until = None, None
         is_new = has.since is None or count != has.replicas
         if is_new or (not count and reason != has.reason) or limit != has.limit:
@@ -191,10 +191,12 @@ def is_scaled(job: Object) -> bool:
     return (job.get("spec") or {}).get("autoscale") is True
 
 
-def _candidate(job: Object, classes: Mapping[str, Object], usual: int) -> _Candidate | None:
+def _candidate(
+    job: Object, classes: Mapping[str, Object], usual: int, now: float
+) -> _Candidate | None:
     """Return a job that is to be scaled; None: this one is not."""
     meta = job["metadata"]
-    status = TrainingJobStatus.read(job.get("status"))
+    status = TrainingJobStatus.read(job.get("status")).no_later_than(now)
     if not is_scaled(job) or status.ended or "deletionTimestamp" in meta:
         return None
     try:
@@ -244,6 +246,11 @@ def _needs(job: _Candidate) -> Resources:
     return Resources(*(max(amounts) for amounts in zip(*found, strict=True)))
 
 
+def _holds(until: float, now: float) -> bool:
+    """Whether a limit holds; one that is further ahead was set by another clock."""
+    return now < until <= now + RETRY_S
+
+
 def _is_changing(job: _Candidate, bound: int, now: float) -> bool:
     """Whether the job's pods come or go, so that it is left alone."""
     count, status = job.has.replicas, job.status
@@ -275,7 +282,7 @@ def _view(
     most = spec.max_replicas
     if is_unplaced:
         most = sum(bound.values())
-    elif has.limit is not None and has.limit_until is not None and now < has.limit_until:
+    elif has.limit is not None and has.limit_until is not None and _holds(has.limit_until, now):
         most = has.limit
     step_time = fit({int(pods): each_s for pods, each_s in status.step_s.items()})
     remaining_s = None

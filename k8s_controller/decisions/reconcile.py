@@ -180,7 +180,7 @@ def reconcile(
         now: seconds since 1970.
     """
     is_new = status.observed_generation != generation
-    status = replace(status, observed_generation=generation)
+    status = replace(status.no_later_than(now), observed_generation=generation)
     if states.SPEC_VALID in status.conditions:
         status = status.with_condition(states.SPEC_VALID, True, "Corrected", "", now)
     work = _Pass(name, spec, status, seen, now, is_new)

@@ -152,6 +152,22 @@ class TrainingJobStatus:
         made = Condition(status=status, reason=reason, message=message[:1024], since=since)
         return replace(self, conditions={**self.conditions, kind: made})
 
+    def no_later_than(self, now: float) -> Self:
+        """Return the status without times to come, as a controller with another clock writes them.
+
+        What waits for so long after them would wait until this clock has come there, too.
+        """
+        times = {name: min(at, now) for name in _TIMES if (at := getattr(self, name)) is not None}
+        conditions = {
+            kind: replace(each, since=min(each.since, now))
+            for kind, each in self.conditions.items()
+        }
+        given = self.autoscale
+        if given is not None and given.since is not None and given.since > now:
+            # That of the pods' last change, which is written in the next pass, and stays then.
+            given = replace(given, since=times.get("scaled_at", now))
+        return replace(self, **times, conditions=conditions, autoscale=given)
+
     @classmethod
     def read(cls, raw: Object | None) -> Self:
         """Return what an object's status says; unknown and broken fields count as absent."""

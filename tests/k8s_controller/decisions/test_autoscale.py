@@ -237,6 +237,15 @@ def test_pods_for_which_there_is_no_node_are_given_up_and_tried_again_later():
     args = [after], pods_of("a", n=2), [node("n")]
     assert decided(*args, now=NOW + autoscale.RETRY_S - 5) == {}
     assert decided(*args, now=NOW + autoscale.RETRY_S + 5) == {"a": (4, "there is room")}
+    assert decided(*args, now=NOW - 3600) == {"a": (4, "there is room")}, "by a clock that is ahead"
+
+
+def test_a_decision_of_a_controller_with_a_faster_clock_is_as_one_of_just_now():
+    args = [job("a", 1, 4, has=3, at=NOW + 3600)], pods_of("a", n=3), [node("n")]
+    args[0][0]["status"]["phase"] = "Scaling"  # it is about to settle
+    assert decided(*args) == {}
+    (seen,) = autoscale.look(args[0], args[1], args[2], (), NOW).now_have.values()
+    assert seen.since == NOW
 
 
 def test_a_suspended_job_gives_up_its_number_and_waits_when_it_goes_on():

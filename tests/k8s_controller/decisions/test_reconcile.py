@@ -109,6 +109,26 @@ def test_the_training_begins_when_all_its_pods_have_registered():
     assert look(spec, seen).steps == (SubmitJob(),)
 
 
+def test_a_time_that_a_controller_with_a_faster_clock_has_written_holds_nothing_up():
+    spec = parsed(minReplicas=1, maxReplicas=3, activeDeadlineSeconds=600)
+    pods, ahead = [pod(index) for index in range(3)], NOW + 3600
+    view = ServerView(job=None, nodes=nodes_of(pods[:2]))
+    seen = Observed(
+        trainers=tuple(pods[:2]), server_pod=server_pod(), server=view, prepared=True, budget=0
+    )
+    status = TrainingJobStatus(
+        desired=3, scaled_at=ahead, started_at=ahead, pod_failures=1, pod_failed_at=ahead
+    )
+    status = status.with_condition(states.SERVER_READY, True, "Answers", "", ahead)
+    first = look(spec, seen, status)
+    again = look(spec, seen, first.status, now=NOW + 2)
+    assert (first.steps, again.steps) == ((), (MakeTrainer(2),))
+    late = replace(seen, trainers=tuple(pods))
+    assert look(spec, late, again.status, now=NOW + 33).steps[-1:] == (SubmitJob(),)
+    overdue = {each.reason for each in look(spec, late, again.status, now=NOW + 601).notices}
+    assert {"PodReplaced", "DeadlineExceeded"} <= overdue
+
+
 def test_more_pods_are_used_by_one_change_when_all_are_there():
     spec = parsed(replicas=5, maxReplicas=5)
     two = [pod(0), pod(1)]

@@ -67,6 +67,7 @@ class ServerView:
     job: JobStatus | None  # None: it does not know the job
     nodes: Mapping[str, TrainingNode]
     most: int | None = None  # pods that the training may have; None: it has not begun, or is over
+    now: float = 0.0  # by its clock, of which are all times that it says; 0: it has said none
 
     def uses(self, node_id: str) -> bool:
         """Whether the training has a pod on a node, or is to have one."""
@@ -106,7 +107,7 @@ def server_view(job: JobStatus | None, sharing: Sharing) -> ServerView:
         node.node_id: TrainingNode(alive=node.alive, limit=node.limit) for node in sharing.nodes
     }
     most = next((each.max_pods for each in sharing.jobs), None)
-    return ServerView(job=job, nodes=nodes, most=most)
+    return ServerView(job=job, nodes=nodes, most=most, now=sharing.now)
 
 
 def belongs_to(thing: Object, uid: str) -> bool:
@@ -119,6 +120,9 @@ def step_seconds(job: JobStatus, now: float) -> dict[str, float]:
     """Return pods -> seconds of a step, as the job's newest stages had them.
 
     With `policy` linear a step of more pods is more work; then it is for the work of one pod.
+
+    Args:
+        now: by the job server's clock.
     """
     spent: dict[int, float] = {}
     made: dict[int, int] = {}

@@ -318,7 +318,7 @@ class _Pass:
             reason=job.reason,
             training=server.training_pods,
             saved_path=self.status.saved_path if job.saved is None else job.saved.path,
-            step_s={**self.status.step_s, **step_seconds(job, self.now)},
+            step_s={**self.status.step_s, **step_seconds(job, server.now)},
             change_s=change_seconds(job),
         )
         if job.state in _RUNS and server.training_pods:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from job_server.api.wire import JobState, Saved
+from job_server.api.wire import JobState, Saved, Sharing, StageRecord, Way
 from k8s_controller.decisions import status as states
 from k8s_controller.decisions.observed import (
     ListedPod,
@@ -14,6 +14,7 @@ from k8s_controller.decisions.observed import (
     ServerView,
     TrainingNode,
     pod_view,
+    server_view,
     time_text,
 )
 from k8s_controller.decisions.reconcile import (
@@ -107,6 +108,23 @@ def test_the_training_begins_when_all_its_pods_have_registered():
     assert look(spec, seen, now=NOW + 31).steps == (SubmitJob(),)  # one is late
     seen = replace(seen, server=replace(view, nodes=nodes_of(pods)))
     assert look(spec, seen).steps == (SubmitJob(),)
+
+
+@pytest.mark.parametrize("ahead", [-600.0, 0.0, 600.0])
+def test_the_seconds_of_a_step_are_those_of_the_servers_clock(ahead: float):
+    spec = parsed(replicas=2)
+    pods = [pod(0), pod(1)]
+    seen = running(spec, pods, step=101)
+    assert seen.server is not None
+    assert seen.server.job is not None
+    stage = StageRecord(
+        stage=1, flag=0, way=Way.START, pods=2, trainers=2, reason="", wanted_at=NOW,
+        first_step=1, first_step_at=NOW,
+    )  # fmt: skip
+    job = replace(seen.server.job, stages=(stage,))
+    sharing = Sharing(policy="goodput", now=NOW + 50)
+    seen = replace(seen, server=replace(server_view(job, sharing), nodes=nodes_of(pods), most=2))
+    assert look(spec, seen, now=NOW + 50 + ahead).status.step_s == {"2": 0.5}
 
 
 def test_a_time_that_a_controller_with_a_faster_clock_has_written_holds_nothing_up():

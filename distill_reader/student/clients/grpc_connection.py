@@ -31,6 +31,8 @@ _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
 _HTTP_STATUS = re.compile(r"Received http2 header with status: (\d+)")
 _NOT_FOUND, _TOO_LARGE = 404, 413
+# Triton's own queue, of a model with `max_queue_size` or a timeout. By HTTP it is 503.
+_FULL = ("Exceeds maximum queue size", "Request timeout expired")
 _TORN = "Received RST_STREAM"  # by a gateway whose own connection ended
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -144,6 +146,8 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
     if code is statuses.RESOURCE_EXHAUSTED:
         if "larger than max" in details:
             return RequestTooLarge(f"{text}: send fewer samples at once, or raise its bound")
+        return TeacherBusy(text, delay_s=0.1)
+    if code is statuses.UNAVAILABLE and any(each in details for each in _FULL):
         return TeacherBusy(text, delay_s=0.1)
     if code is statuses.NOT_FOUND:
         return ModelNotFound(text)

@@ -129,6 +129,8 @@ def test_proxies_of_the_environment_are_not_used(run, monkeypatch):
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", RequestTooLarge),
         (grpc.StatusCode.NOT_FOUND, "unloaded", ModelNotFound),
         (grpc.StatusCode.UNAVAILABLE, "down", TeacherGone),
+        (grpc.StatusCode.UNAVAILABLE, "Exceeds maximum queue size", TeacherBusy),  # Triton
+        (grpc.StatusCode.UNAVAILABLE, "Request timeout expired", TeacherBusy),  # in its queue
         (grpc.StatusCode.INTERNAL, "CUDA", TeacherFailed),
         (grpc.StatusCode.UNIMPLEMENTED, "what", TeacherGone),
         (grpc.StatusCode.UNAUTHENTICATED, "token", UsageError),

@@ -2,6 +2,9 @@
 
 Tensors are JSON lists in the head, or, by the binary tensor data extension, bytes after it. Then
 the head has their `binary_data_size`, in the same order, and HEAD_LENGTH is its own length.
+
+A field that is null is as one that is not there: KServe's own servers write all that they leave out
+so.
 """
 
 import json
@@ -265,7 +268,7 @@ def _decode_data(name: str, data: object, dtype: np.dtype[Any], shape: list[int]
 
 
 def _objects(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    values = document.get(name, [])
+    values = _given(document, name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise BadRequest(f"{name}: must be a list of objects")
     if len(values) > MAX_TENSORS:
@@ -274,14 +277,19 @@ def _objects(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _parameters(document: dict[str, Any]) -> dict[str, Any]:
-    values = document.get("parameters", {})
+    values = _given(document, "parameters", {})
     if not isinstance(values, dict):
         raise BadRequest("parameters: must be an object")
     return values
 
 
+def _given(document: dict[str, Any], name: str, default: Any) -> Any:
+    value = document.get(name)
+    return default if value is None else value
+
+
 def _text(document: dict[str, Any], name: str) -> str:
-    value = document.get(name, "")
+    value = _given(document, name, "")
     if not isinstance(value, str):
         raise BadRequest(f"{name}: expected text, got {str(value)[:80]}")
     return value

@@ -178,6 +178,37 @@ def test_what_an_http_status_means(run, scheme, status, error):
     client.close()
 
 
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_fields_of_an_answer_that_are_null_are_left_out(run, is_binary: bool):
+    def nulls(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        """Answer as KServe's own servers do."""
+        if path == "/v2/models/sums":
+            document = json.loads(answer_oip(method, path, headers, body)[2])
+            return 200, {}, json.dumps(document | {"versions": None, "properties": None}).encode()
+        if not path.endswith("/infer"):
+            return answer_oip(method, path, headers, body)
+        asked = int(headers["Inference-Header-Content-Length"])
+        request, rest = json.loads(body[:asked]), body[asked:]
+        if not is_binary:
+            request["outputs"] = [{"name": each["name"]} for each in request["outputs"]]
+        text = json.dumps(request).encode()
+        headers = {**headers, "Inference-Header-Content-Length": str(len(text))}
+        _, fields, content = answer_oip(method, path, headers, text + rest)
+        length = int(fields["Inference-Header-Content-Length"])
+        head = json.loads(content[:length]) | {"model_version": None, "parameters": None}
+        head["id"] = None
+        for output in head["outputs"]:
+            output.setdefault("parameters", None)
+        text = json.dumps(head).encode()
+        fields = {"Inference-Header-Content-Length": str(len(text))} if is_binary else {}
+        return 200, fields, text + content[length:]
+
+    client = connect(f"http://{run(HttpTeacher(nulls)).endpoint}")
+    for _ in range(2):
+        check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    client.close()
+
+
 def test_a_page_for_people_in_place_of_metadata_is_an_error_that_names_the_teacher(run):
     teacher = run(HttpTeacher(lambda *_: (200, {}, b"<html>Log in</html>")))
     with pytest.raises(BadRequest, match=rf"^http://{teacher.endpoint}/sums: .* is no JSON"):

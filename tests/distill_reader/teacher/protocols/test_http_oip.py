@@ -67,6 +67,17 @@ def test_metadata_name_the_models_tensors(served):
     assert document["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 2]}]
 
 
+def test_fields_of_a_request_that_are_null_are_left_out(served):
+    request = {"id": None, "outputs": None, "parameters": None, **json_tensors()}
+    for tensor in request["inputs"]:
+        tensor["parameters"] = None
+    response = served.http("POST", "/v2/models/double/infer", json=request)
+    assert response.status_code == 200, response.text
+    asked = {**request, "outputs": [{"name": "y", "parameters": None}]}
+    response = served.http("POST", "/v2/models/double/infer", json=asked)
+    assert [each["name"] for each in response.json()["outputs"]] == ["y"]
+
+
 def test_a_models_configuration_and_statistics_are_told(served):
     config = served.http("GET", "/v2/models/half/versions/7/config").json()
     assert config == {

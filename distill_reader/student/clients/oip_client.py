@@ -5,6 +5,7 @@ Source: https://github.com/kserve/open-inference-protocol. The spec comes from a
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ from distill_reader.protocols import oip_json, oip_messages, protobuf_wire
 from distill_reader.protocols.oip_messages import OipResponse
 from distill_reader.student.clients.client import Array, Bounds
 from distill_reader.student.clients.endpoints import ProtocolMismatch
-from distill_reader.student.clients.http_connection import HttpClientConnection
+from distill_reader.student.clients.http_connection import HttpAnswer, HttpClientConnection
 from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 
 if TYPE_CHECKING:  # clients over HTTP do not load gRPC
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # clients over HTTP do not load gRPC
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
+_BYTES = "binary_tensor_data"  # the extension by which tensors go as bytes over HTTP
+_NOT_READ = frozenset({400, 415, 422, 500})  # HTTP statuses of a server that takes JSON alone
 
 
 class OipGrpcClient:
@@ -175,6 +178,7 @@ class OipHttpClient:
             self.endpoint, self._spec, self._describe, mixes_versions=mixes_versions
         )
         self._requests = 0
+        self._has_answered = False
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
@@ -200,7 +204,8 @@ class OipHttpClient:
             "POST", f"{self._path}/infer", buffers, headers, timeout_s=timeout_s
         )
         if answer.status != 200:
-            self._connection.refuse(answer)
+            self._connection.refuse(self._explained(answer, timeout_s))
+        self._has_answered = True
         try:
             length = answer.headers.get(oip_json.HEAD_LENGTH.lower())
             response = oip_json.decode_response(
@@ -219,6 +224,19 @@ class OipHttpClient:
     def close(self) -> None:
         """See TeacherClient."""
         self._connection.close()
+
+    def _explained(self, refusal: HttpAnswer, timeout_s: float) -> HttpAnswer:
+        """Return a refusal, with the remedy before its text if the server may take JSON alone."""
+        if self._has_answered or refusal.status not in _NOT_READ:
+            return refusal
+        server = self._connection.request("GET", "/v2", timeout_s=timeout_s)
+        if server.status != 200 or _BYTES.encode() in bytes(server.body):
+            return refusal
+        text = (
+            f"(tensors are sent as bytes, and it does not list {_BYTES}: if it takes JSON alone, "
+            f"as MLServer does, name it by grpc:// and its port for that) {refusal.text()}"
+        )
+        return replace(refusal, body=memoryview(text.encode()))
 
     def _describe(self, timeout_s: float) -> ModelSpec:
         answer = self._connection.request("GET", self._path, timeout_s=timeout_s)

@@ -1,6 +1,7 @@
 """Clients of Open Inference and Paddle Serving against servers that share no code with them."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from distill_reader import DistillReader
 from distill_reader.errors import (
     BadRequest,
+    DistillError,
     ModelNotFound,
     RequestTooLarge,
     TeacherBusy,
@@ -206,6 +208,41 @@ def test_fields_of_an_answer_that_are_null_are_left_out(run, is_binary: bool):
     client = connect(f"http://{run(HttpTeacher(nulls)).endpoint}")
     for _ in range(2):
         check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("extensions", "status", "is_explained"),
+    [
+        ([], 500, True),  # MLServer
+        ([], 400, True),
+        ([], 429, False),
+        (["binary_tensor_data"], 500, False),
+        (None, 500, False),  # it has no /v2
+    ],
+)
+def test_a_server_that_takes_json_alone_is_named_with_the_remedy(
+    run, extensions: list[str] | None, status: int, is_explained: bool
+):
+    is_there = False
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path == "/v2" and extensions is not None:
+            return 200, {}, json.dumps({"name": "other", "extensions": extensions}).encode()
+        if path.endswith("/infer") and not is_there:
+            return status, {}, b"Traceback (most recent call last):\n" * 1000
+        return answer_oip(method, path, headers, body)
+
+    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    explained = "does not list binary_tensor_data: if it takes JSON alone, .* by grpc://"
+    with pytest.raises(DistillError, match=f"HTTP {status}: .*Traceback") as caught:
+        client.predict(feeds(2), ["total"], timeout_s=30)
+    assert bool(re.search(explained, str(caught.value))) == is_explained
+    is_there = True
+    check(client.predict(feeds(2), ["total"], timeout_s=30), feeds(2))
+    is_there = False
+    with pytest.raises(DistillError, match=f"HTTP {status}: Traceback"):  # it reads bytes
+        client.predict(feeds(2), ["total"], timeout_s=30)
     client.close()
 
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "/service/"
 _CHANNEL = "edl:discovery"
+_WRITES = f"{_PREFIX}writes"  # no key: what is written only if it is there, to see if writes pass
 # For a command, and to connect: a Redis that hangs must be noticed before leases end that could not
 # be renewed.
 _TIMEOUT_S = 1.2
@@ -90,10 +91,18 @@ class RedisRegistry:
         The tables of `own` are read before the keys. Otherwise a student that is added to both
         between the two reads would be in the table but not among the students, and be dropped. In
         this order the table is at worst too old, and then `put_table` refuses.
+
+        A Redis that can be read and takes no writes is away, for those who write nothing now as
+        well: the leases that end there are of teachers who could not renew them.
         """
         names = sorted(own)
         async with self._redis() as client:
-            texts = await client.mget([_key(name, "table") for name in names]) if names else []
+            pipe = client.pipeline(transaction=False)
+            pipe.set(_WRITES, "", xx=True)
+            if names:
+                pipe.mget([_key(name, "table") for name in names])
+            _, *several = await pipe.execute()
+            texts = several[0] if names else []
             keys: set[str] = set()  # a scan may return a key twice
             async for key in client.scan_iter(match=f"{_PREFIX}*", count=_SCAN):
                 keys.add(key)

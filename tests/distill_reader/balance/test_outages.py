@@ -146,6 +146,34 @@ def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run,
     assert set.union(*(student.teachers for student in students)) > everybody
 
 
+@pytest.mark.parametrize(
+    ("setting", "refusing", "usual"),
+    [
+        pytest.param("min-replicas-to-write", 1, 0, id="as with a full disk"),
+        pytest.param("maxmemory", 1, 0, id="full memory"),
+    ],
+)
+def test_a_redis_that_takes_no_writes_is_away_for_a_server_without_students_too(
+    redis_server, run, setting: str, refusing: int, usual: int
+):
+    server = run(LocalDiscovery, redis_server.url)
+    teacher = run(LocalTeacher, redis_server.url)
+    wait_until(lambda: server.server.balancer.view.services)
+    with redis.Redis(port=redis_server.port) as admin:
+        admin.config_set(setting, refusing)
+        wait_for_the_end_of_leases()
+        wait_until(lambda: server.server.balancer.view.away)
+        late = run(LocalStudent, server.endpoint)
+        wait_until(lambda: late.teachers == {teacher.endpoint})
+        admin.config_set(setting, usual)
+        wait_until(lambda: not server.server.balancer.view.away)
+        newcomer = run(LocalTeacher, redis_server.url)
+        other = run(LocalStudent, server.endpoint)
+        everybody = {teacher.endpoint, newcomer.endpoint}
+        wait_until(lambda: late.teachers | other.teachers == everybody)
+        assert not admin.exists("/service/writes")
+
+
 def test_teachers_that_die_while_redis_is_away_are_taken_off_when_it_is_back(
     redis_server, run, monkeypatch
 ):

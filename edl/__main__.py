@@ -50,6 +50,7 @@ VERBS: dict[str, tuple[str, str]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run `edl` with these arguments; return the exit code."""
     args = sys.argv[1:] if argv is None else argv
+    _open_closed_streams()
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if args else 2
@@ -79,6 +80,15 @@ def main(argv: list[str] | None = None) -> int:
     program = importlib.import_module(module)
     code = program.main([verb, *rest] if module == _COMMANDS else rest)
     return int(code)
+
+
+def _open_closed_streams() -> None:
+    """Lead nowhere what the caller has closed (`>&-`): no database or socket may take its place."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            lowest = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(lowest, True)
+            setattr(sys, name, open(lowest, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _help() -> str:

@@ -124,7 +124,7 @@ class LocalSession:
         folder = self._config.folder
         try:
             (folder / "client").mkdir(parents=True)
-            (folder / "train.sh").write_text(self._train_sh)
+            (folder / "train.sh").write_bytes(os.fsencode(self._train_sh))  # in any locale
             keep_token(self._token_file, self._config.token)
             latest = folder.parent / f".latest.{os.getpid()}"
             latest.symlink_to(folder.name)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pod_runtime.run import count_gpus, read_config, train_sh
 from tests import stranger
 from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
-from tests.support import free_port, wait_until
+from tests.support import ROOT, free_port, wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))
 MARK = "EDL_TEST_RUN"
@@ -100,6 +101,24 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     assert {"trainer_0.stage_1.log", "trainer_1.stage_1.log"} <= {
         path.name for path in (folder / "trainers").iterdir()
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "env"),
+    [
+        pytest.param(" <&- >&- 2>&-", {}, id="closed streams"),
+        pytest.param("", {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}, id="no UTF-8"),
+    ],
+)
+def test_a_run_needs_neither_streams_nor_a_locale(tmp_path, more: str, env: dict[str, str]):
+    script = tmp_path / "größe.py"
+    shutil.copy(TOY, script)
+    args = f"-m edl run --max 1 --cpu_slots 1 {script} --steps 5 --print größer"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONCOERCECLOCALE": "0", **env}
+    line = f"exec {sys.executable} {args}{more}"
+    assert subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, timeout=60).returncode == 0
+    (log,) = (tmp_path / "edl_run" / "latest" / "trainers").glob("trainer_0*.log")
+    assert "größer" in log.read_text("utf-8")
 
 
 def test_a_training_needs_few_open_files(run):

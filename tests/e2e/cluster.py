@@ -18,7 +18,7 @@ from job_server.api.errors import ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus
 from tests.support import ROOT, free_port, trainer_ports, wait_until
 
-_LOOK_S = 0.1  # between two looks at a job: each costs the server and this process milliseconds
+_LOOK_S = 0.2  # between two looks at a job: each costs the server and this process milliseconds
 
 
 class Cluster:

@@ -20,11 +20,13 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.stream_reading import KeyedStream, StreamFetcher
 from pod_runtime.trainer.data.streams import (
     BatchMaker,
+    DrawnIndex,
     Keyed,
     KeyedCollate,
     KeyedDataset,
     SampleFetcher,
     borrowed_numbers,
+    drawn_indices,
     seed_workers,
 )
 from pod_runtime.trainer.data.worker_errors import (
@@ -129,6 +131,12 @@ class ShardOrder:
             return np.arange(start, stop, dtype=np.int64)
         return self._of_epoch(shard_range.epoch)[start:stop]
 
+    def again(self, shard_range: ShardRange) -> list[int]:
+        """Return how often each sample of a shard came before in the epoch; []: none did."""
+        if self._drawn is None:
+            return []
+        return self._drawn.drawn(shard_range.start, shard_range.stop)[1]
+
     def drawn(self, shard_range: ShardRange) -> int:
         """Return the sum of the hashes of `ids(shard_range)`."""
         epoch = shard_range.epoch
@@ -201,11 +209,12 @@ class InlineReader:
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
         ids = self._order.ids(shard_range).tolist()
-        samples = self._fetcher.fetch(shard_range.epoch, ids)
+        again = self._order.again(shard_range)
+        samples = self._fetcher.fetch(shard_range.epoch, ids, again)
         if self._maker is None:
             batch = self._collate(samples)
         else:
-            batch = self._maker.make(shard_range.epoch, ids, samples)
+            batch = self._maker.make(shard_range.epoch, ids, samples, again)
         return ShardBatch(*shard_range.key, batch, self._order.drawn(shard_range))
 
     def close(self) -> None:
@@ -313,11 +322,11 @@ def loader_items(
     """
     sent: queue.SimpleQueue[tuple[ShardRange, int]] = queue.SimpleQueue()
 
-    def batches() -> Iterator[list[Any]]:
+    def batches() -> Iterator[list[DrawnIndex]]:
         for shard_range in order.from_cursor(cursor, to_epoch_end=to_epoch_end):
             sent.put((shard_range, order.drawn(shard_range)))
-            ids = order.ids(shard_range).tolist()
-            yield [(shard_range.epoch, sample_id) for sample_id in ids]
+            ids, again = order.ids(shard_range).tolist(), order.again(shard_range)
+            yield drawn_indices(shard_range.epoch, ids, again)
 
     place = cursor.epoch, cursor.step, order.shards.start
     loader = keyed_loader(source, batches(), data, order.run.seed, place, on_host=on_host)
@@ -329,7 +338,7 @@ def loader_items(
 
 def keyed_loader(
     source: DataSource,
-    index_batches: Iterator[list[tuple[int, int]]],
+    index_batches: Iterator[list[DrawnIndex]],
     data: FrameworkData,
     seed: int,
     place: Sequence[int],
@@ -342,7 +351,7 @@ def keyed_loader(
     One that cannot be read is a `worker_errors.Failed`: call `raise_if_failed`.
 
     Args:
-        index_batches: (epoch, id) of each sample of a batch.
+        index_batches: of the samples of a batch.
         place: where this trainer reads from, by which its workers' own seeds differ.
         num_workers: None: as many as the source has.
         on_host: leave batches in the host's memory, whatever the training's device is.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pod_runtime.trainer.data.streams import (
+    DrawnIndex,
     FrameworkStreams,
     NumbersOfItsOwn,
     seed_stream,
@@ -28,7 +29,7 @@ class StreamFetcher:
         self._samples = _Samples(dataset, streams, seed)
         self._numbers = NumbersOfItsOwn(streams)
 
-    def fetch(self, epoch: int, ids: Sequence[int]) -> list[Any]:
+    def fetch(self, epoch: int, ids: Sequence[int], _again: Sequence[int] = ()) -> list[Any]:
         """Return the samples at these positions, which ascend from call to call."""
         with self._numbers:
             return [self._samples.at(epoch, position) for position in ids]
@@ -42,7 +43,7 @@ class KeyedStream:
 
     def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
         self._samples = _Samples(dataset, streams, seed)
-        self.newest = (0, 0)  # index that was read
+        self.newest: DrawnIndex = (0, 0)
         self._dataset = dataset
         self._streams = streams
 
@@ -52,7 +53,8 @@ class KeyedStream:
         self._samples.is_first_reader = read_alone(info)
 
     def __getitem__(self, index: tuple[int, int]) -> Any:
-        epoch, position = self.newest = index
+        self.newest = index
+        epoch, position = index
         return read_or_fail(lambda: self._samples.at(epoch, position))
 
     def __len__(self) -> int:

@@ -2,17 +2,18 @@
 
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
 `dataset[i]`, by (seed, epoch, last sample) around a batch's `collate_fn`, and by (seed, epoch,
-step, shard) before a shard's forward pass. So augmentation and dropout depend neither on the number
-of trainers nor on how often one was replaced. Nor does what the script draws in a step before or
-after its shards, and an optimizer in its update: these are seeded by (seed, epoch, step). A
-sampler's, a stream's, and what the script draws in an epoch before its steps or after them are
-seeded by (seed, epoch).
+step, shard) before a shard's forward pass. A sample that a sampler draws again in an epoch has
+others each time. So augmentation and dropout depend neither on the number of trainers nor on how
+often one was replaced. Nor does what the script draws in a step before or after its shards, and an
+optimizer in its update: these are seeded by (seed, epoch, step). A sampler's, a stream's, and what
+the script draws in an epoch before its steps or after them are seeded by (seed, epoch).
 """
 
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +37,8 @@ _OF_WORKERS = 10
 _PROBE = 20
 _WATCHED = 16  # first shards of a process, and one of so many later
 
+# Epoch and sample, and how often that came before in the epoch, where a sampler draws it again.
+DrawnIndex = tuple[int, int] | tuple[int, int, int]
 _States = tuple[Any, Any, Any]  # of Python's, numpy's and the framework's generators
 
 
@@ -53,22 +56,25 @@ class FrameworkStreams(Protocol):
     def worker_info(self) -> Any | None: ...
 
 
-def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int) -> None:
-    """Give sample `sample_id` of `epoch` its own streams."""
-    _seed(streams, stream_key(_OF_SAMPLE, seed, epoch, sample_id))
+def seed_sample(
+    streams: FrameworkStreams, seed: int, epoch: int, sample_id: int, again: int = 0
+) -> None:
+    """Give sample `sample_id` of `epoch` its own streams; `again`: how often it came before."""
+    _seed(streams, stream_key(_OF_SAMPLE, seed, epoch, sample_id, *_times(again)))
 
 
-def seed_batch(streams: FrameworkStreams, seed: int, epoch: int, last_id: int) -> None:
+def seed_batch(
+    streams: FrameworkStreams, seed: int, epoch: int, last_id: int, again: int = 0
+) -> None:
     """Give a batch's `collate_fn` its own streams, by the last of its samples."""
-    _seed(streams, stream_key(_OF_BATCH, seed, epoch, last_id))
+    _seed(streams, stream_key(_OF_BATCH, seed, epoch, last_id, *_times(again)))
 
 
 def seed_shard(
     streams: FrameworkStreams, seed: int, epoch: int, step: int, shard: int, again: int = 0
 ) -> None:
     """Give a shard's forward pass its own streams; `again`: how often it had one in this step."""
-    passes = (again,) if again else ()
-    _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard, *passes))
+    _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard, *_times(again)))
 
 
 def seed_step(streams: FrameworkStreams, seed: int, epoch: int, step: int, part: int) -> None:
@@ -232,8 +238,12 @@ class SampleFetcher:
         self._watch = Watch(is_ahead=is_ahead)
         self._untouched = self._probe()
 
-    def fetch(self, epoch: int, ids: Sequence[int]) -> Any:
-        """Return the samples of `ids`, in order: a list, or what the dataset gives for many."""
+    def fetch(self, epoch: int, ids: Sequence[int], again: Sequence[int] = ()) -> Any:
+        """Return the samples of `ids`, in order: a list, or what the dataset gives for many.
+
+        Args:
+            again: how often each came before in the epoch; (): each for the first time.
+        """
         dataset, is_watched = self._dataset, self._watch.is_due(epoch)
         if not (is_watched or self._draws):
             return read_samples(dataset, ids)
@@ -254,8 +264,8 @@ class SampleFetcher:
                 )
             self._watch.warn_of_thread()
         samples = []
-        for sample_id in ids:
-            seed_sample(self._streams, self._seed, epoch, sample_id)
+        for sample_id, times in zip_longest(ids, again, fillvalue=0):
+            seed_sample(self._streams, self._seed, epoch, sample_id, times)
             samples.append(dataset[sample_id])
         return samples
 
@@ -285,14 +295,15 @@ class BatchMaker:
         self._draws = False  # the function has drawn random numbers
         self._watch = Watch(is_ahead=is_ahead)
 
-    def make(self, epoch: int, ids: Sequence[int], samples: Any) -> Any:
-        """Return the batch of these samples, whose ids are `ids`."""
+    def make(self, epoch: int, ids: Sequence[int], samples: Any, again: Sequence[int] = ()) -> Any:
+        """Return the batch of these samples, whose ids are `ids`; `again`: as `fetch` gets it."""
         is_watched = self._watch.is_due(epoch) and not self._draws
+        last = ids[-1], again[-1] if again else 0
         if is_watched:
-            seed_batch(self._streams, self._seed, epoch, ids[-1])
+            seed_batch(self._streams, self._seed, epoch, *last)
             untouched = _next(self._streams)
         if is_watched or self._draws:
-            seed_batch(self._streams, self._seed, epoch, ids[-1])
+            seed_batch(self._streams, self._seed, epoch, *last)
         batch = self._collate(samples)
         if is_watched and _next(self._streams) != untouched:
             self._draws = True
@@ -301,8 +312,15 @@ class BatchMaker:
         return batch
 
 
+def drawn_indices(epoch: int, ids: Sequence[int], again: Sequence[int]) -> list[DrawnIndex]:
+    """Return the indices of these samples for a `KeyedDataset`; `again`: as `fetch` gets it."""
+    if not again:
+        return [(epoch, sample_id) for sample_id in ids]
+    return [(epoch, *each) for each in zip(ids, again, strict=True)]
+
+
 class KeyedDataset:
-    """What a loader's workers read: indices are (epoch, sample id), streams are keyed by them.
+    """What a loader's workers read: indices are what `seed_sample` takes, from the epoch on.
 
     A sample that cannot be read is a `worker_errors.Failed`.
     """
@@ -311,14 +329,15 @@ class KeyedDataset:
         self._dataset = dataset
         self._streams = streams
         self._seed = seed
-        self.newest = (0, 0)  # index that was read
+        self.newest: DrawnIndex = (0, 0)
 
     def begin_worker(self) -> None:
         show_dataset(self._streams.worker_info(), self._dataset)
 
-    def __getitem__(self, index: tuple[int, int]) -> Any:
-        epoch, sample_id = self.newest = index
-        seed_sample(self._streams, self._seed, epoch, sample_id)
+    def __getitem__(self, index: DrawnIndex) -> Any:
+        self.newest = index
+        seed_sample(self._streams, self._seed, *index)
+        sample_id = index[1]
         return read_or_fail(lambda: self._dataset[sample_id])
 
     def __len__(self) -> int:
@@ -334,12 +353,12 @@ def show_dataset(info: Any | None, dataset: Any) -> None:
 class Keyed(Protocol):
     """What a loader's workers read, with streams of its own."""
 
-    newest: tuple[int, int]  # epoch and id of what it has read last
+    newest: DrawnIndex  # of what it has read last
 
     def begin_worker(self) -> None:
         """Have the framework tell this worker about the script's dataset, as it would alone."""
 
-    def __getitem__(self, index: tuple[int, int]) -> Any: ...
+    def __getitem__(self, index: Any) -> Any: ...
 
     def __len__(self) -> int: ...
 
@@ -365,6 +384,10 @@ class KeyedCollate:
 def _next(streams: FrameworkStreams) -> tuple[float, float, Any]:
     """Return what is the same after the same seed, unless something was drawn since."""
     return random.random(), float(np.random.random_sample()), streams.probe()
+
+
+def _times(again: int) -> tuple[int, ...]:
+    return (again,) if again else ()
 
 
 def _seed(streams: FrameworkStreams, key: int) -> None:

@@ -12,6 +12,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.streams import (
     SampleFetcher,
     borrowed_numbers,
+    drawn_indices,
     seed_batch,
     seed_of_evaluation,
     seed_shard,
@@ -61,7 +62,7 @@ def evaluate(
     places = list(_places(plan))
     batches = len(places)
     mine = [
-        range(start, stop) if order is None else order.ids[start:stop].tolist()
+        (range(start, stop), []) if order is None else order.drawn(start, stop)
         for start, stop in places[rank::world_size]
     ]
     sums: dict[str, float] = {}
@@ -89,20 +90,24 @@ def _places(plan: BatchPlan) -> Iterator[tuple[int, int]]:
 
 
 def _read(
-    data: FrameworkData, source: DataSource, batches: list[Sequence[int]], seed: int, epoch: int,
-    rank: int,
+    data: FrameworkData, source: DataSource, batches: Sequence[tuple[Sequence[int], list[int]]],
+    seed: int, epoch: int, rank: int,
 ) -> Iterator[Any]:  # fmt: skip
-    """Yield collated batches, read ahead by workers where the source has some."""
+    """Yield collated batches, read ahead by workers where the source has some.
+
+    Args:
+        batches: ids of samples, and how often each came before; []: none did.
+    """
     collate = source.collate or data.collate
     if not source.num_workers or not batches:
         fetcher = SampleFetcher(source.dataset, data, seed, is_quiet=True)
-        for ids in batches:
-            samples = fetcher.fetch(epoch, list(ids))
+        for ids, again in batches:
+            samples = fetcher.fetch(epoch, list(ids), again)
             if source.collate is not None:
-                seed_batch(data, seed, epoch, ids[-1])
+                seed_batch(data, seed, epoch, ids[-1], again[-1] if again else 0)
             yield collate(samples)
         return
-    indices = iter([[(epoch, sample_id) for sample_id in ids] for ids in batches])
+    indices = iter([drawn_indices(epoch, ids, again) for ids, again in batches])
     for batch in keyed_loader(source, indices, data, seed, (epoch, rank)):
         yield raise_if_failed(batch)
 

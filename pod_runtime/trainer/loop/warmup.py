@@ -13,7 +13,7 @@ from typing import Any
 from pod_runtime.trainer.data.readers import ShardRange, keyed_loader
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
-from pod_runtime.trainer.data.streams import SampleFetcher
+from pod_runtime.trainer.data.streams import SampleFetcher, drawn_indices
 from pod_runtime.trainer.data.worker_errors import raise_if_failed
 from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData
 from pod_runtime.trainer.progress.batches import Cursor
@@ -82,7 +82,7 @@ def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) ->
         return collate(SampleFetcher(source.dataset, data, seed).fetch(0, samples))
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
-    wanted = iter([[(0, sample) for sample in samples]])
+    wanted = iter([drawn_indices(0, samples, [])])
     loader = keyed_loader(source, wanted, data, seed, (0,), num_workers=1)
     batch = next(loader)
     next(loader, None)  # nothing is left: here the framework ends the worker, and not before

@@ -3,6 +3,9 @@
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from pod_runtime.trainer.progress.batches import Ids
 from pod_runtime.trainer.progress.drawn import from_text, hash_samples, to_text
 
@@ -34,8 +37,14 @@ class EpochOrder:
     """The samples of one epoch, in the order in which they are read."""
 
     ids: Ids  # (N,); a sample may come several times, or not at all
+    again: npt.NDArray[np.int32] | None  # (N,): how often it came before; None: none comes twice
     ends: Ids | None  # (B,): batch i ends before ids[ends[i]]; None: batches of the run's size
     record: OrderRecord
+
+    def drawn(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Return these samples, and how often each came before; []: none did."""
+        again = [] if self.again is None else self.again[start:stop].tolist()
+        return self.ids[start:stop].tolist(), again
 
 
 def make_order(epoch: int, ids: Ids, ends: Ids | None) -> EpochOrder:
@@ -47,13 +56,25 @@ def make_order(epoch: int, ids: Ids, ends: Ids | None) -> EpochOrder:
         drawn=to_text(sum_of(epoch, ids)) or "",
         digest=_digest(ids, ends),
     )
-    return EpochOrder(ids=ids, ends=ends, record=record)
+    return EpochOrder(ids=ids, again=_again(ids), ends=ends, record=record)
 
 
 def sum_of(epoch: int, ids: Ids) -> int:
     """Return the sum of the hashes of these samples, modulo 2^64, however many they are."""
     parts = range(0, len(ids), _CHUNK)
     return sum(hash_samples(epoch, ids[at : at + _CHUNK]) for at in parts) & ((1 << 64) - 1)
+
+
+def _again(ids: Ids) -> npt.NDArray[np.int32] | None:
+    in_order = np.sort(ids)
+    is_new = np.append(True, in_order[1:] != in_order[:-1])
+    if is_new.all():
+        return None
+    numbers = np.arange(len(ids))
+    again = np.empty(len(ids), np.int32)
+    # Those of one sample come side by side, in the order in which they are drawn.
+    again[ids.argsort(kind="stable")] = numbers - np.maximum.accumulate(numbers * is_new)
+    return again
 
 
 def _digest(ids: Ids, ends: Ids | None) -> str:

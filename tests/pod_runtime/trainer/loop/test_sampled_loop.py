@@ -123,6 +123,76 @@ def test_several_batches_of_a_sampler_make_one_update(tmp_path):
     assert [len(each) for each in train(make(chosen(), accumulation_steps=2))] == [12, 8] * 3
 
 
+class Noisy(Dataset):
+    """Samples with an augmentation."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return np.float32(index), np.random.random_sample(), paddle.rand([1]).item()
+
+
+def noise(batches: list[Any]) -> tuple[Any, ...]:
+    """Collate, and mix by a random rate."""
+    fields = [np.asarray(each) for each in zip(*batches, strict=True)]
+    return (*fields, np.full(len(batches), np.random.random_sample()))
+
+
+def augmented(workers: int, *, stop_at: int | None = None, **arguments: Any) -> list[list[Any]]:
+    """Train on a few samples that are drawn many times; return all that the steps have read."""
+    sampler = BatchSampler(sampler=Chosen(highest=3), batch_size=6)
+    loader = DataLoader(Noisy(), batch_sampler=sampler, collate_fn=noise, num_workers=workers)
+    loop, model = make(loader, **arguments)
+    read: list[list[Any]] = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            if step.number == stop_at:
+                return read
+            here: list[Any] = []
+            for batch in step:
+                fields = [each.numpy().tolist() for each in batch]
+                here += zip([epoch.number] * len(fields[0]), *fields, strict=True)
+                step.backward(model(batch[0].unsqueeze(1)).mean())
+            read.append(here)
+            step.update()
+    return read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_is_drawn_again_in_an_epoch_is_augmented_anew(tmp_path, workers):
+    """As for the balance of classes, where those of a small class come many times."""
+    read = augmented(workers)
+    samples = [each for step in read for each in step]
+    assert len({each[:2] for each in samples}) == 9, "three samples, in three epochs"
+    assert len({each[2] for each in samples}) == len({each[3] for each in samples}) == 60
+    assert len({each[4] for each in samples}) == sum(-(-len(step) // 3) for step in read)
+    again = augmented(2 - workers, checkpoint=tmp_path, save_steps=1, stop_at=6)
+    assert again == read[:6]
+    finish_writing()
+    left = augmented(workers, checkpoint=tmp_path)
+    assert left == read[-len(left) :]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_augments_a_sample_that_its_sampler_draws_again_anew(workers):
+    sampler = BatchSampler(sampler=Chosen(highest=3), batch_size=6)
+    loader = DataLoader(Noisy(), batch_sampler=sampler, collate_fn=noise, num_workers=workers)
+    seen: list[Any] = []
+
+    def judge(*fields: Any) -> dict[str, float]:
+        seen.append([each.numpy().tolist() for each in fields])
+        return {"count": len(fields[0])}
+
+    loop, _model = make(Numbers(), batch_size=6)
+    assert loop.evaluate(loader, judge) == {"count": 20}
+    assert len({each for fields in seen for each in fields[1]}) == 20
+    assert len({each for fields in seen for each in fields[3]}) == 4
+    first, seen[:] = [*seen], []
+    loop.evaluate(loader, judge)
+    assert seen == first
+
+
 @pytest.mark.parametrize("data", [growing, chosen])
 def test_a_training_that_was_left_amid_an_epoch_goes_on_with_the_same_samples(tmp_path, data):
     expected = train(make(data()))

@@ -53,6 +53,14 @@ def test_a_record_tells_orders_batches_and_epochs_apart():
     assert (records[0].samples, records[0].batches, records[2].batches) == (3, None, 2)
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
+def test_an_order_knows_how_often_a_sample_came_before(ids):
+    again = order_of(None, ids).again
+    expected = [ids[:at].count(each) for at, each in enumerate(ids)]
+    assert (again is None) == (not any(expected))
+    assert again is None or again.tolist() == expected
+
+
 @pytest.mark.parametrize(
     "wrong", [{"samples": 0}, {"batches": 0}, {"epoch": -1}, {"digest": "1"}, {"drawn": "x"}]
 )

@@ -11,6 +11,13 @@ started_at() {
     [ "${stat%% *}" = Z ] || cut -d ' ' -f 20 <<<"$stat"
 }
 
+# Prints the pid that the pid file $1 names.
+pid_in() {
+    local pid=""
+    [ -r "$1" ] && read -r pid _ <"$1" || return 0
+    echo "$pid"
+}
+
 # Prints the pid that the pid file $1 names, if that process is alive.
 running_pid() {
     local pid="" ticks=""
@@ -18,12 +25,21 @@ running_pid() {
     [ -n "$ticks" ] && [ "$(started_at "$pid")" = "$ticks" ] && echo "$pid" || return 0
 }
 
+# one_at_a_time NAME: waits until no other script starts NAME, or asks it to end. Of two that start it
+# at once the second would take the first one's pid file for its own, and remove it when it fails.
+one_at_a_time() {
+    local lock="$state/$1.lock"
+    : >>"$lock" || die "$lock cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+    exec 9>>"$lock"
+    flock 9
+}
+
 # in_background NAME COMMAND...: starts it in a session of its own; its log is $state/NAME.log.
 # Leaves its pid in $started_pid.
 in_background() {
     local name="$1"
     shift
-    setsid "$@" >>"$state/$name.log" 2>&1 </dev/null &
+    setsid "$@" >>"$state/$name.log" 2>&1 </dev/null 9>&- &
     started_pid=$!
     printf '%s %s\n' "$started_pid" "$(started_at "$started_pid")" >"$state/$name.pid"
 }
@@ -31,7 +47,8 @@ in_background() {
 # stop_background NAME SECONDS: SIGTERM, wait, and after that many seconds say that it still runs. A
 # second call only waits: a client takes a second signal as "now, without what you have not written".
 stop_background() {
-    local name="$1" seconds="$2" pid deadline
+    local name="$1" seconds="$2" pid ticks deadline
+    one_at_a_time "$name"
     pid="$(running_pid "$state/$name.pid")"
     if [ -z "$pid" ]; then
         rm -f "$state/$name.pid"
@@ -44,15 +61,17 @@ stop_background() {
         kill -TERM "$pid" 2>/dev/null || true
         echo asked >>"$state/$name.pid" || true # a full disk
     fi
+    exec 9>&-
+    ticks="$(started_at "$pid")"
     deadline=$((SECONDS + seconds))
-    while [ -n "$(running_pid "$state/$name.pid")" ]; do
+    while [ -n "$ticks" ] && [ "$(started_at "$pid")" = "$ticks" ]; do
         if [ "$SECONDS" -ge "$deadline" ]; then
             die "$name (pid $pid) still runs after $seconds s; see $state/$name.log. Call this again to go on" \
                 "waiting; kill $pid ends it at once, without what it has not written."
         fi
         sleep 0.1
     done
-    rm -f "$state/$name.pid"
+    [ "$(pid_in "$state/$name.pid")" != "$pid" ] || rm -f "$state/$name.pid" # else it was started again
     say "$name has stopped."
 }
 

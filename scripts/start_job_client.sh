@@ -75,6 +75,7 @@ fi
 ensure_python
 PATH="$(dirname "$python"):$PATH"
 export PATH # pods call `python`
+[ -n "$foreground" ] || one_at_a_time "$name"
 pid="$(running_pid "$state/$name.pid")"
 if [ -n "$pid" ]; then
     say "The job client runs already (pid $pid). Stop it: $0 --stop"

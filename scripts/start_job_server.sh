@@ -14,9 +14,11 @@ parse_arguments "$@"
 
 nodes="${PADDLE_TRAINERS:-127.0.0.1}"
 port="$(option server_port 8180 ${args[@]+"${args[@]}"})"
+# 0, any free one, is for programs that read the server's log: clients could not be told.
 case "$port" in
-    '' | *[!0-9]*) usage_error "--server_port: expected a port number, got '$port'" ;;
+    '' | 0* | *[!0-9]* | ??????*) usage_error "--server_port: expected a port number, got '$port'" ;;
 esac
+[ "$port" -le 65535 ] || usage_error "--server_port: expected a port number, got '$port'"
 name="job_server_$port"
 make_state
 if [ -n "$stop" ]; then
@@ -38,6 +40,7 @@ command+=(--bind "$bound" ${args[@]+"${args[@]}"})
 case "$bound" in 0.0.0.0) bound=127.0.0.1 ;; ::) bound="[::1]" ;; *:*) bound="[$bound]" ;; esac
 url="http://$bound:$port"
 token_file="$(option token_file "" ${args[@]+"${args[@]}"})"
+[ -n "$foreground" ] || one_at_a_time "$name"
 pid="$(running_pid "$state/$name.pid")"
 if [ -n "$pid" ]; then
     say "The job server runs already (pid $pid): $url/   Stop it: $0 --stop --server_port $port"
@@ -55,6 +58,10 @@ else
 fi
 if [ -n "$foreground" ]; then
     exec "${command[@]}"
+fi
+if server_answers "$url" ${token_file:+"$token_file"} >/dev/null; then
+    die "A job server that is not of $state answers already at $url/: use that one, or end it," \
+        "or name another port (--server_port)."
 fi
 : >>"$state/$name.log"
 logged="$(wc -c <"$state/$name.log")"

@@ -1,6 +1,7 @@
 """The start scripts: the command lines that they make, and real programs in the background."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -331,6 +332,45 @@ def test_a_server_starts_once_and_stops(run: Run, tmp_path: Path, port: str):
     assert "does not run" in again.stderr
 
 
+def test_of_starts_at_the_same_time_one_starts_it_and_it_can_be_stopped(
+    run: Run, tmp_path: Path, port: str
+):
+    """The one that came second took the pid file with it: what ran was not found any more."""
+    script = tmp_path / "train.sh"
+    script.write_text("sleep 600\n")
+    url = f"http://127.0.0.1:{port}"
+    for start in (
+        [SERVER, "--server_port", port],
+        [CLIENT, "--job_server", url, "--port_range", "auto", str(script)],
+    ):
+        command = ["bash", *map(str, start)]
+        at_once = [
+            subprocess.Popen(
+                command, env=environment(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True
+            )
+            for _ in range(3)
+        ]
+        said = [each.communicate()[1] for each in at_once]
+        assert [each.returncode for each in at_once] == [0, 0, 0], said
+        pids = {re.search(r"(?:runs|runs already) \(pid (\d+)\)", text)[1] for text in said}
+        assert len(pids) == 1, said
+        assert sum("runs already" in text for text in said) == 2
+    assert "has stopped" in run(CLIENT, "--stop").stderr
+    assert "has stopped" in run(SERVER, "--stop", "--server_port", port).stderr
+
+
+def test_a_server_that_somebody_else_started_is_not_taken_for_the_new_one(
+    run: Run, tmp_path: Path, port: str
+):
+    assert run(SERVER, "--server_port", port).returncode == 0
+    (tmp_path / "state" / f"job_server_{port}.pid").rename(tmp_path / "pid")
+    refused = run(SERVER, "--server_port", port)
+    (tmp_path / "pid").rename(tmp_path / "state" / f"job_server_{port}.pid")
+    assert refused.returncode == 1
+    assert "answers already" in refused.stderr
+    assert "The job server runs (pid" not in refused.stderr
+
+
 def test_a_server_whose_job_has_ended_says_so_when_it_is_started_again(
     run: Run, tmp_path: Path, port: str
 ):
@@ -351,10 +391,12 @@ def test_a_server_that_cannot_start_says_why_and_leaves_no_pid_file(
     assert list((tmp_path / "state").glob("*.pid")) == []
 
 
-def test_a_port_that_is_no_number_is_a_wrong_command_line(run: Run):
-    refused = run(SERVER, "--server_port", "many")
+@pytest.mark.parametrize("port", ["many", "0", "99999", ""])
+def test_a_port_that_nobody_could_be_told_is_a_wrong_command_line(run: Run, port: str):
+    refused = run(SERVER, "--server_port", port)
     assert refused.returncode == 2
-    assert "'many'" in refused.stderr
+    assert f"'{port}'" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_process_that_has_taken_over_the_pid_is_not_stopped(run: Run, tmp_path: Path):

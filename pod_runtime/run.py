@@ -284,7 +284,11 @@ def _change_script(args: argparse.Namespace) -> ScriptSpec:
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a job client here would offer."""
+    """Return how many GPUs a job client here would offer.
+
+    Raises:
+        LaunchError: their driver fails.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
@@ -294,12 +298,19 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return 0
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver: no GPU
-        return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
+        count = int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError as error:
+        if error.value in (
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        ):
+            return 0  # no driver: no GPU
+        raise LaunchError(
+            f"the driver of the GPUs fails ({error}); see `nvidia-smi` (after an update of the "
+            "driver a reboot helps), or train on the CPU: --cpu_slots N", 2
+        ) from None  # fmt: skip
+    pynvml.nvmlShutdown()
+    return count
 
 
 def train_sh(config: RunConfig) -> str:

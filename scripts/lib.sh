@@ -20,13 +20,19 @@ find_python() {
         "or name it: PYTHON=/path/to/python3.11 $0"
 }
 
-# Prints how many NVIDIA GPUs the driver shows; 0 without a driver.
+# Prints how many NVIDIA GPUs the driver shows; 0 without a driver. Ends where the driver fails: what is
+# started would use the CPU in place of the GPUs.
 gpu_count() {
-    if [ -n "${EDL_NO_GPU:-}" ] || ! command -v nvidia-smi >/dev/null 2>&1; then
-        echo 0
-    else
-        nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
+    local listed="" status=0
+    if [ -z "${EDL_NO_GPU:-}" ] && command -v nvidia-smi >/dev/null 2>&1; then
+        listed="$(nvidia-smi --list-gpus 2>&1)" || status=$?
     fi
+    case "$status" in
+        0) grep -c '^GPU' <<<"$listed" || true ;;
+        9 | 12) echo 0 ;; # its codes for no driver, and no library of one
+        *) die "nvidia-smi fails: $listed; see to the driver (after an update of it a reboot helps), or use the" \
+            "CPU: EDL_NO_GPU=1 $0" ;;
+    esac
 }
 
 # Runs a command, its output in a log that is shown only if it fails. On a terminal, one line
@@ -88,7 +94,7 @@ ensure_venv() {
         "$base" -m venv "$venv" || die "$venv could not be made; is the disk full or read-only?"
     fi
     rm -f "$made"
-    if [ "$framework" = paddle ] && [ "$(gpu_count)" -gt 0 ]; then
+    if [ "$framework" = paddle ] && [ "$( (gpu_count) 2>/dev/null || echo 0)" -gt 0 ]; then
         if "$python" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then
             framework=gpu
         elif "$base" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then

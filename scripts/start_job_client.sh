@@ -83,7 +83,8 @@ if [ -n "$pid" ]; then
 fi
 
 command=("$python" -m job_client --job_server "$server" --log_dir "$state/pod_log")
-if [ "$(gpu_count)" -eq 0 ]; then
+gpus="$(gpu_count)"
+if [ "$gpus" -eq 0 ]; then
     command+=(--cpu_slots "$(cpu_slots)")
 fi
 if names_work ${args[@]+"${args[@]}"}; then

@@ -57,7 +57,7 @@ serve() {
 # usable_gpus USE_GPU: prints how many GPUs to use; USE_GPU: what --use_gpu says, perhaps nothing.
 usable_gpus() {
     local found
-    found="$(gpu_count)"
+    found="$(gpu_count)" || return
     case "${1,,}" in
         n | no | f | false | off | 0) found=0 ;;
         *) [ "$found" -eq 0 ] || found="$("$python" -c \

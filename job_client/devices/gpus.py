@@ -280,7 +280,11 @@ def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
 def find_inventory(
     cpu_slots: int | None, visible: str | None, is_ours: Callable[[int], bool]
 ) -> CpuSlots | GpuSlots:
-    """Return this node's slots: `cpu_slots` where given, else the GPUs, else the usable cores."""
+    """Return this node's slots: `cpu_slots` where given, else the GPUs, else the usable cores.
+
+    Raises:
+        SetupError: the driver of its GPUs fails, or CUDA_VISIBLE_DEVICES names none.
+    """
     if cpu_slots is not None:
         return CpuSlots(cpu_slots)
     gpus = open_nvml(visible, is_ours)
@@ -293,7 +297,11 @@ def find_inventory(
 
 
 def open_nvml(visible: str | None, is_ours: Callable[[int], bool]) -> GpuSlots | None:
-    """Return the GPUs, or None, with a line in the log that says why there are none."""
+    """Return the GPUs, or None, with a line in the log that says why there are none.
+
+    Raises:
+        SetupError: there is a driver, but it fails: the CPU would take the place of GPUs unnoticed.
+    """
     try:
         import pynvml
     except ImportError:
@@ -303,6 +311,14 @@ def open_nvml(visible: str | None, is_ours: Callable[[int], bool]) -> GpuSlots |
         pynvml.nvmlInit()
         gpus = GpuSlots(pynvml, visible, is_ours)
     except pynvml.NVMLError as error:
+        if error.value not in (
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        ):
+            raise SetupError(
+                f"the driver of the GPUs fails ({error}); see `nvidia-smi` (after an update of the "
+                "driver a reboot helps), or train on the CPU: --cpu_slots N"
+            ) from None
         logger.info("no GPU slots: NVML: %s", error)
         return None
     return gpus

@@ -49,7 +49,10 @@ port="$(option port 9898 ${args[@]+"${args[@]}"})"
 device=()
 case " ${args[*]-} " in
     *" --gpu_ids"*) ;;
-    *) gpus="$(gpu_count)" && [ "$gpus" -eq 0 ] || device=(--gpu_ids "$(seq -s , 0 $((gpus - 1)))") ;;
+    *)
+        gpus="$(gpu_count)"
+        [ "$gpus" -eq 0 ] || device=(--gpu_ids "$(seq -s , 0 $((gpus - 1)))")
+        ;;
 esac
 # What was given comes last, and so counts; the folder may have come from the environment.
 command=("$python" -m distill_reader.serve --port "$port" ${device[@]+"${device[@]}"} ${args[@]+"${args[@]}"})

@@ -220,17 +220,32 @@ def test_cpu_slots_are_as_many_as_were_asked_for():
     assert inventory.obstacle(3) == "slot 3 is not one of 3"
 
 
-def test_without_nvml_there_are_cpu_slots_and_the_log_says_why(monkeypatch, caplog):
+@pytest.mark.parametrize("error", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED"])
+def test_without_nvml_there_are_cpu_slots_and_the_log_says_why(monkeypatch, caplog, error):
     import pynvml
 
     def refuse() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{error}"))
 
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     with caplog.at_level(logging.INFO):
         inventory = find_inventory(None, None, lambda _pid: False)
     assert inventory.kind is SlotKind.CPU
     assert "no GPU slots: NVML" in caplog.text
+
+
+@pytest.mark.parametrize("error", ["LIB_RM_VERSION_MISMATCH", "UNKNOWN", "GPU_IS_LOST"])
+def test_a_driver_that_fails_is_no_machine_without_gpus(monkeypatch, error):
+    """As after an update of the driver: the node would train on its CPU, without a word."""
+    import pynvml
+
+    def refuse() -> None:
+        raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{error}"))
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    with pytest.raises(SetupError, match=r"the driver of the GPUs fails.*--cpu_slots"):
+        find_inventory(None, None, lambda _pid: False)
+    assert find_inventory(2, None, lambda _pid: False).kind is SlotKind.CPU
 
 
 @pytest.mark.gpu

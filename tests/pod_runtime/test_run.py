@@ -467,6 +467,20 @@ def test_only_visible_gpus_count(visible, count):
     assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
+def test_a_driver_that_fails_is_no_machine_without_gpus(monkeypatch):
+    import pynvml
+
+    def refuse() -> None:
+        raise pynvml.NVMLError(error)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    error = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    assert count_gpus({}) == 0
+    error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    with pytest.raises(LaunchError, match=r"the driver of the GPUs fails.*--cpu_slots"):
+        count_gpus({})
+
+
 def test_without_gpus_a_job_gets_the_slots_that_it_wants():
     config = read_config(["--max", "64", TOY], {"CUDA_VISIBLE_DEVICES": ""})
     assert (config.spec.first_pods, config.cpu_slots) == (64, 64)

@@ -1,6 +1,7 @@
 """The installation of quickstart.sh and test.sh, with a Python that only notes its calls."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -136,3 +137,33 @@ def test_without_a_fitting_python_the_versions_are_named(checkout: Checkout, tmp
     refused = checkout.install("examples", VERSION_EXIT="1", PATH=str(tools))
     assert refused.returncode == 1
     assert "No Python 3.11 to 3.13 found" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "count"),
+    [(0, "GPU 0: NVIDIA H200 (UUID: GPU-0abc)", "1"), (9, "couldn't communicate", "0")],
+)
+def test_gpus_are_counted_and_none_is_without_a_driver(checkout: Checkout, code, says, count):
+    assert count_gpus(checkout, code, says).stdout.strip() == count
+
+
+def test_a_driver_that_fails_is_no_machine_without_gpus(checkout: Checkout):
+    refused = count_gpus(checkout, 18, "Failed to initialize NVML: Driver/library version mismatch")
+    assert refused.returncode == 1
+    assert "version mismatch" in refused.stderr
+    assert "EDL_NO_GPU=1" in refused.stderr
+    path = f"{checkout.root / 'bin'}:{os.environ['PATH']}"
+    assert checkout.install("examples", EDL_NO_GPU="", PATH=path).returncode == 0
+
+
+def count_gpus(checkout: Checkout, code: int, says: str) -> subprocess.CompletedProcess[str]:
+    """Count GPUs by an nvidia-smi that says this."""
+    folder = checkout.root / "bin"
+    folder.mkdir()
+    smi = folder / "nvidia-smi"
+    smi.write_text(f"#!/bin/bash\necho {shlex.quote(says)}\nexit {code}\n")
+    smi.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return checkout.run(
+        "source scripts/lib.sh; gpus=$(gpu_count); echo $gpus", PATH=path, EDL_NO_GPU=""
+    )

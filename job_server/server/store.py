@@ -1,8 +1,11 @@
 """Keep jobs, nodes and events in one SQLite file. All is written before it is published."""
 
+import contextlib
 import errno
 import fcntl
 import json
+import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +16,8 @@ from typing import Any
 
 from job_server.api import wire
 from job_server.api.errors import ConfigError, StoreTrouble
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2  # 1 differs in the fields of jobs, which `sharing.upgrade` knows
 _READABLE = (1, SCHEMA_VERSION)
@@ -89,13 +94,9 @@ class Store:
         if path != ":memory:" and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"--db: the folder of {path} does not exist; make it first")
         try:
-            self.connection = sqlite3.connect(
-                path, timeout=1.0, isolation_level=None, check_same_thread=False
-            )
+            self.connection = _connect(path)
         except sqlite3.Error as error:
             raise ConfigError(f"--db: cannot open {path}: {error}") from None
-        # A damaged text spoils its own row, not the whole query.
-        self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             self._prepare()
         except sqlite3.Error as error:
@@ -154,10 +155,41 @@ class Store:
     def _writing(self, *, durable: bool) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
+                self._put_back()
                 with self._transaction(durable=durable):
                     yield self.connection
             except sqlite3.Error as error:
                 raise self._trouble("written", error) from error
+
+    def _put_back(self) -> None:
+        """Write the database anew where somebody has deleted its file.
+
+        SQLite would go on without a word, and no later start find what it has written.
+        """
+        if self._path == ":memory:" or not _is_missing(self._path):
+            return
+        path, copy = Path(self._path), Path(f"{self._path}.new")
+        before = self.connection
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for stale in (copy, Path(f"{self._path}-wal")):
+                stale.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(copy)) as made:
+                before.backup(made)
+            copy.replace(path)
+            self.connection = _connect(self._path)
+            self._prepare()
+        except (OSError, sqlite3.Error, ConfigError) as error:
+            if self.connection is not before:
+                self.connection.close()
+                self.connection = before
+                path.unlink(missing_ok=True)  # else it would look as if all were well
+            raise self._trouble("written, as its file was deleted", error) from error
+        before.close()
+        logger.warning(
+            "the database %s was deleted while the server ran, and is written anew; to be rid of "
+            "it, end the server first", self._path,
+        )  # fmt: skip
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -166,7 +198,7 @@ class Store:
             except sqlite3.Error as error:
                 raise self._trouble("read", error) from error
 
-    def _trouble(self, verb: str, error: sqlite3.Error) -> StoreTrouble:
+    def _trouble(self, verb: str, error: Exception) -> StoreTrouble:
         return StoreTrouble(f"the server's database {self._path} cannot be {verb}: {error}", 2.0)
 
     def jobs(self) -> list[StoredJob]:
@@ -350,7 +382,30 @@ class Store:
 
     def close(self) -> None:
         with self._lock:
+            try:
+                self._put_back()
+            except StoreTrouble as error:
+                logger.error("%s", error)
+            except sqlite3.Error:  # it was closed before
+                pass
             self.connection.close()
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
+    # A damaged text spoils its own row, not the whole query.
+    connection.text_factory = lambda data: data.decode("utf-8", "replace")
+    return connection
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:  # nothing is known of it
+        return False
+    return False
 
 
 def _to_text(data: object) -> str:

@@ -1,5 +1,6 @@
 """The database: what was written is there again, and nothing half is."""
 
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -139,6 +140,65 @@ def test_a_database_is_opened_again_without_a_write_as_its_disk_may_be_full(path
 def test_a_database_on_a_disk_that_takes_nothing_is_not_to_be_moved_away(path):
     with nothing_writable(), pytest.raises(ConfigError, match="see to its disk"):
         Store(path)
+
+
+@pytest.mark.parametrize("what", ["file", "file and log", "moved", "folder"])
+def test_a_database_that_is_deleted_under_its_server_is_written_anew(tmp_path, caplog, what):
+    """SQLite goes on with a file that has no name: the next start found no job."""
+    path = tmp_path / "state" / "server.db"
+    path.parent.mkdir()
+    store = Store(str(path))
+    store.save_job("a", {"step": 1}, events=[event(1)])
+    store.save_limits(["node-a"], 2)
+    if what == "folder":
+        shutil.rmtree(path.parent)
+    elif what == "moved":
+        path.rename(tmp_path / "elsewhere.db")
+    else:
+        path.unlink()
+        if what == "file and log":
+            Path(f"{path}-wal").unlink()
+    store.save_job("a", {"step": 2}, events=[event(2)])
+    assert "was deleted while the server ran" in caplog.text
+    with pytest.raises(ConfigError, match="in use by another job server"):
+        Store(str(path))
+    store.save_job("b", {"step": 3})
+    store.close()
+
+    store = Store(str(path))
+    assert [(job.job_id, job.data) for job in store.jobs()] == [
+        ("a", {"step": 2}),
+        ("b", {"step": 3}),
+    ]
+    assert [each.number for each in store.events("a", after=0, limit=9)] == [1, 2]
+    assert store.limits() == {"node-a": 2}
+    store.close()
+
+
+def test_a_database_that_was_deleted_and_is_not_written_any_more_is_there_again(path):
+    store = Store(path)
+    store.save_job("a", {"step": 1})
+    Path(path).unlink()
+    store.close()
+    store = Store(path)
+    assert [job.job_id for job in store.jobs()] == ["a"]
+    store.close()
+
+
+def test_a_deleted_database_that_cannot_be_written_anew_loses_nothing(path):
+    store = Store(path)
+    store.save_job("a", {"step": 1})
+    Path(path).unlink()
+    Path(f"{path}.new").mkdir()  # in its way
+    with pytest.raises(StoreTrouble, match="as its file was deleted"):
+        store.save_job("a", {"step": 2})
+    assert [job.data for job in store.jobs()] == [{"step": 1}]
+    Path(f"{path}.new").rmdir()
+    store.save_job("a", {"step": 2})
+    store.close()
+    store = Store(path)
+    assert [job.data for job in store.jobs()] == [{"step": 2}]
+    store.close()
 
 
 def test_a_second_server_on_the_same_database_is_refused(path):

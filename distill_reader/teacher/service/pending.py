@@ -57,7 +57,7 @@ class ServedModel:
         self._learned[key] = output_shapes
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class PendingRequest:
     """An accepted request. The service changes its state, under the service's lock."""
 

@@ -6,9 +6,11 @@ Nothing is copied here, and a predictor that dies leaves nothing behind.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -252,7 +254,10 @@ class PredictorService:
             pending.release_outputs()
             self.metrics.request_ended(request.protocol, *_outcome(pending.model.name, error))
             raise
-        pending.future.add_done_callback(lambda future: self._drop_if_cancelled(pending, future))
+        # A future keeps what it has called, and the request its future: in a cycle, the memory of a
+        # student that is gone would stay mapped until the collector comes.
+        drop = functools.partial(self._drop_if_cancelled, weakref.ref(pending))
+        pending.future.add_done_callback(drop)
         return pending.future
 
     def drain(self, timeout_s: float) -> bool:
@@ -308,8 +313,11 @@ class PredictorService:
             self._queue.add(pending.key, pending, pending.samples, pending.arrived)
             self._dispatch(pending.arrived)
 
-    def _drop_if_cancelled(self, pending: PendingRequest, future: Future[InferAnswer]) -> None:
-        if future.cancelled():
+    def _drop_if_cancelled(
+        self, found: "weakref.ref[PendingRequest]", future: Future[InferAnswer]
+    ) -> None:
+        pending = found()
+        if pending is not None and future.cancelled():
             with self._lock:
                 self._queue.remove(pending)
             self._end(pending, None)

@@ -240,6 +240,29 @@ def test_the_students_own_memory_reaches_the_predictors(service):
     student.close()
 
 
+def test_what_a_student_shared_is_free_when_it_leaves_not_when_the_collector_comes(service):
+    image = images(*range(20))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            student = OwnArena(1 << 16, "edl-gone")
+            own = student.allocate(image.nbytes)
+            own.view[:] = image.tobytes()
+            arena = attach(os.dup(student.fd))
+            piece = arena.slice(own.offset, own.size)
+            inputs = {"image": shared(piece, 0, *image.shape)}
+            future = service.submit(InferRequest(model="toy", inputs=inputs, fetch=("sum",)))
+            assert_sums(outputs(future), image)
+            own.release()
+            student.close()
+            arena.close()
+            del own, student, arena, piece, inputs, future
+        wait_until(lambda: not any("edl-gone" in path for path in maps(os.getpid())))
+    finally:
+        gc.enable()
+
+
 def test_memory_that_a_student_has_sealed_against_writing_ends_no_predictor(service):
     image = images(*range(4))
     fd = os.memfd_create("edl-student", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -4,8 +4,9 @@
 #   ./run.sh --data_dir DIR                        DIR has MNIST's four files; without it: smaller digits
 #   ./run.sh [STUDENT'S OPTIONS] [-- TEACHER'S]    options of train_with_fleet.py, which has --help; what
 #                                                  the student is told of --data_dir, --use_gpu and
-#                                                  --seed, the teacher is told as well. In the folder
-#                                                  of --checkpoint each student has one of its own
+#                                                  --seed, the teacher is told as well. In the folders
+#                                                  of --checkpoint and of --serving_model_dir, for
+#                                                  --save_serving_model, each student has its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it mnist_distill/ gets the
 # teacher and the logs).
 set -euo pipefail
@@ -38,6 +39,7 @@ for name in data_dir seed; do
 done
 [ -z "$use_gpu" ] || shared+=("--use_gpu=$use_gpu")
 checkpoint="$(option checkpoint "" ${students[@]+"${students[@]}"})"
+saved="$(option serving_model_dir mnist_student_model ${students[@]+"${students[@]}"})"
 
 ensure_python
 make_state
@@ -65,11 +67,12 @@ done
 say "--- 3. a student, with what the teacher says of each image"
 task=(--labelled 500 --batch_size 50 --num_epochs 60 --test_epochs 10 ${students[@]+"${students[@]}"})
 train "$here/train_with_fleet.py" "${task[@]}" --use_distill_service True --distill_teachers "$addresses" \
-    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} --no_teacher_timeout_s 60 --json "$out/distilled.json"
+    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} --serving_model_dir "$saved/distilled" \
+    --no_teacher_timeout_s 60 --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
 train "$here/train_with_fleet.py" "${task[@]}" ${checkpoint:+"--checkpoint=$checkpoint/alone"} \
-    --json "$out/alone.json"
+    --serving_model_dir "$saved/alone" --json "$out/alone.json"
 
 end_all
 "$python" - "$out" <<'PYTHON'

@@ -6,7 +6,8 @@
 #   ./run.sh [STUDENT'S OPTIONS] [-- TEACHER'S]    options of train_student.py and train_teacher.py, which
 #                                                  have --help; what the student is told of --use_gpu
 #                                                  and --seed, the teacher is told as well. In the
-#                                                  folder of --checkpoint each student has its own
+#                                                  folders of --checkpoint and --model_save_dir each
+#                                                  student has its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it nlp_distill/ gets the
 # texts, the teacher and the logs).
 set -euo pipefail
@@ -30,11 +31,12 @@ done
 [ $# -eq 0 ] || teacher=("${@:2}")
 teachers="${TEACHERS:-1}"
 [[ "$teachers" =~ ^[1-9][0-9]?$ ]] || usage_error "TEACHERS: expected a number from 1 to 99, got '$teachers'"
+use_gpu="$(option use_gpu "" ${students[@]+"${students[@]}"})"
+case "$use_gpu" in --*) use_gpu=True ;; esac # it stands without a value
 shared=()
-for name in seed use_gpu; do
-    value="$(option "$name" "" ${students[@]+"${students[@]}"})"
-    [ -z "$value" ] || shared+=("--$name=$value")
-done
+[ -z "$use_gpu" ] || shared+=("--use_gpu=$use_gpu")
+seed="$(option seed "" ${students[@]+"${students[@]}"})"
+[ -z "$seed" ] || shared+=("--seed=$seed")
 
 ensure_python
 make_state
@@ -44,9 +46,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # networks as small as these gain
 # shellcheck source-path=SCRIPTDIR source=../scripts/with_teachers.sh
 source "$here/../scripts/with_teachers.sh"
 need_teacher_packages distill
-gpus="$(usable_gpus "$(option use_gpu "" ${students[@]+"${students[@]}"})")"
+gpus="$(usable_gpus "$use_gpu")"
 
 checkpoint="$(option checkpoint "" ${students[@]+"${students[@]}"})"
+saved="$(option model_save_dir "" ${students[@]+"${students[@]}"})"
 data="$(option data_dir "" ${students[@]+"${students[@]}"})"
 if [ -z "$data" ]; then
     data="$out/text_data"
@@ -72,7 +75,8 @@ say "--- 3. a student, with what the teacher says of its texts, and of those wit
 train "$here/train_student.py" --labelled 200 --unlabelled all ${students[@]+"${students[@]}"} \
     --use_distill_service True --distill_teachers "$addresses" --teacher_dir "$out/text_teacher_model" \
     --distill_cache "$out/soft_labels" --no_teacher_timeout_s 60 \
-    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} --json "$out/distilled.json"
+    ${checkpoint:+"--checkpoint=$checkpoint/distilled"} ${saved:+"--model_save_dir=$saved/distilled"} \
+    --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
 alone=() # without what is of no use to it
@@ -85,7 +89,8 @@ while [ ${#students[@]} -gt 0 ]; do
 done
 # More epochs: it has fewer texts.
 train "$here/train_student.py" --labelled 200 --num_epochs 60 ${alone[@]+"${alone[@]}"} \
-    ${checkpoint:+"--checkpoint=$checkpoint/alone"} --json "$out/alone.json"
+    ${checkpoint:+"--checkpoint=$checkpoint/alone"} ${saved:+"--model_save_dir=$saved/alone"} \
+    --json "$out/alone.json"
 
 end_all
 "$python" - "$out" <<'PYTHON'

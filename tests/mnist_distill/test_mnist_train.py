@@ -68,6 +68,7 @@ def whole_run(tmp_path_factory):
     mark = uuid.uuid4().hex
     done = start(
         "bash", FOLDER / "run.sh", *SMALL, "--unlabelled=20", "--checkpoint", "both",
+        "--model=mlp", "--save_serving_model", "--serving_model_dir", "saved",
         "--", "--num_epochs=2",
         cwd=state, EDL_STATE_DIR=str(state), EDL_PYTHON=sys.executable, TEACHERS="2",
         MNIST_TEST_MARK=mark,
@@ -100,6 +101,17 @@ def test_each_student_has_a_checkpoint_of_its_own(whole_run):
     folder, _said, _mark = whole_run
     kept = {path.name for path in (folder.parent / "both").iterdir()}
     assert kept == {"distilled", "alone"}
+
+
+def test_each_student_is_saved_in_a_folder_of_its_own(whole_run):
+    # In one folder the second, without a teacher, took the place of the first.
+    folder, _said, _mark = whole_run
+    saved = [
+        sorted((folder.parent / "saved" / name).glob("*.pdiparams"))
+        for name in ("distilled", "alone")
+    ]
+    assert [len(files) for files in saved] == [1, 1]
+    assert saved[0][0].read_bytes() != saved[1][0].read_bytes()
 
 
 def test_both_teachers_have_answered_and_ended_in_order(whole_run):

@@ -41,7 +41,7 @@ def whole_run(texts, tmp_path_factory):
     done = start(
         "bash", FOLDER / "run.sh", f"--data_dir={texts}", "--labelled=3", "--unlabelled=110",
         "--unlabelled_file", extra, "--num_epochs=8", "--fetch_steps=2", "--lr=0.02",
-        "--checkpoint", "both",
+        "--checkpoint", "both", "--model_save_dir", "saved",
         "--", "--num_epochs=10", "--lr=0.01",
         "--layers=1", "--width=16", "--dropout=0.1",
         cwd=state, EDL_STATE_DIR=str(state), EDL_PYTHON=sys.executable,
@@ -72,6 +72,26 @@ def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
 def test_each_student_has_a_checkpoint_of_its_own(whole_run):
     folder, _said = whole_run
     assert {path.name for path in (folder.parent / "both").iterdir()} == {"distilled", "alone"}
+
+
+def test_each_student_is_saved_in_a_folder_of_its_own(whole_run):
+    # In one folder the second, without a teacher, took the place of the first.
+    folder, _said = whole_run
+    weights = [
+        (folder.parent / "saved" / name / "weights.pdparams").read_bytes()
+        for name in ("distilled", "alone")
+    ]
+    assert weights[0] != weights[1]
+
+
+def test_run_takes_use_gpu_without_a_value(texts, tmp_path):
+    done = start(
+        "bash", FOLDER / "run.sh", f"--data_dir={texts}", "--use_gpu", "--num_epochs=1",
+        cwd=tmp_path, EDL_STATE_DIR=str(tmp_path), EDL_PYTHON=sys.executable,
+        CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "--use_gpu True: Paddle finds no GPU here" in done.stderr
 
 
 @pytest.fixture(scope="module")

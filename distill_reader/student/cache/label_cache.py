@@ -51,7 +51,9 @@ class LabelCache:
         self._wire_ins = sorted(map(list, wire_ins))
         self._sent = tuple(sent)
         self._taken: frozenset[str] = frozenset()  # inputs that teachers take; empty: unknown
-        self._known_places: tuple[RowLayout | None, tuple[int, ...]] = (None, ())
+        # Of this layout and these inputs.
+        self._known_places: tuple[RowLayout | None, frozenset[str], tuple[int, ...]]
+        self._known_places = (None, frozenset(), ())
         self._known_signature: Signature | None = None  # of the last items that were compared
         self._scope = scope
         self._lock = threading.Lock()
@@ -79,7 +81,9 @@ class LabelCache:
             BadRequest: it serves another version, or does not tell which.
             UsageError: the folder cannot be used.
         """
-        self._taken = self._taken or frozenset(taken)
+        if not self._taken:
+            self._taken = frozenset(taken)
+            self._known_signature = None  # what was compared before was compared without it
         if self._options.teacher_version is not None:
             return
         if not spec.digest:
@@ -189,14 +193,17 @@ class LabelCache:
         A label's own field, which no teacher takes, may change. Labels of older releases have all
         fields in their layout.
         """
-        known, places = self._known_places
-        if layout is None or layout is not known:
-            names = self._taken
+        known, taken, places = self._known_places
+        if layout is None or layout is not known or taken is not self._taken:
+            taken = self._taken
+            names = [name for name in self._sent if not taken or name in taken]
             if layout is not None and layout.inputs:
-                names = frozenset(name for name, *_ in layout.inputs)
-            sent = enumerate(self._sent)
-            places = tuple(place for place, name in sent if not names or name in names)
-            self._known_places = layout, places
+                # In the order of who wrote it, for any other reader may have another one.
+                made_of = [name for name, *_ in layout.inputs]
+                new = [name for name in names if taken and name not in made_of]
+                names = [name for name in made_of if name in self._sent] + new
+            places = tuple(self._sent.index(name) for name in names)
+            self._known_places = layout, taken, places
         return places
 
     def _describe(self, signature: Signature, layout: RowLayout | None) -> Described:

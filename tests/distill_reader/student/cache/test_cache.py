@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,50 @@ def test_labels_of_other_inputs_are_refused_with_the_remedy(make, tmp_path, othe
     again = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
     with pytest.raises(UsageError, match=rf"{words}.* set_cache\(data=\.\.\.\).* remove"):
         totals(again.set_batch_generator([(other, ids, 0)]))
+
+
+MASK = TensorSpec(name="mask", dtype="float32", shape=(2, 3))
+
+
+def masked(inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    return {"total": (inputs["image"] * inputs.get("mask", 1)).sum(axis=(1, 2))[:, None]}
+
+
+def test_fields_may_come_in_another_order(reach: Callable[..., None], tmp_path: Path):
+    teacher = FakeTeacher("a:1", replace(V1, inputs=(*SPEC.inputs, MASK)), masked)
+    reach(teacher)
+    fields = {"image": images([1, 2]), "mask": images([3, 0]), "id": np.arange(2)}
+    for order in (["image", "mask", "id"], ["mask", "id", "image"]):
+        reader = DistillReader(order, ["total"]).set_fixed_teacher("a:1").set_cache(tmp_path)
+        reader.set_batch_generator([tuple(fields[name] for name in order)])
+        assert totals(reader) == [[18.0, 0.0]]
+    assert teacher.samples == 2
+    reader.set_batch_generator([(images([1, 2]), np.arange(2), images([3, 0]))])
+    with pytest.raises(UsageError, match="has changed"):
+        totals(reader)
+
+
+def test_labels_that_were_made_without_an_input_are_refused(reach, tmp_path: Path):
+    """As where a text names the version, and a later teacher of it takes one more."""
+    reach(
+        FakeTeacher("a:1", SPEC, masked),
+        FakeTeacher("b:1", replace(SPEC, inputs=(*SPEC.inputs, MASK)), masked),
+    )
+    batch = images([1, 2]), np.arange(2), images([0, 0])
+
+    def again() -> Iterator[Any]:  # until the teacher is known, which the cache does not wait for
+        for _ in range(3000):
+            yield batch
+            time.sleep(0.01)
+
+    for endpoint, read in (("a:1", [batch]), ("b:1", again)):
+        reader = DistillReader(["image", "id", "mask"], ["total"]).set_fixed_teacher(endpoint)
+        reader.set_cache(tmp_path, teacher_version="mine").set_batch_generator(read)
+        if endpoint == "a:1":
+            assert totals(reader) == [[6.0, 12.0]]
+            continue
+        with pytest.raises(UsageError, match=r"made of image \(.*\), and .* are image .*, mask"):
+            totals(reader)
 
 
 def test_a_text_may_be_as_long_as_the_longest_of_its_batch(make: Make, tmp_path: Path):

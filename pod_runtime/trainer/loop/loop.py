@@ -959,7 +959,7 @@ def explain_error(error: BaseException) -> str:
         return ""
     if here == 1 and "more than 1 value per channel" in str(error):
         return (
-            f"the last shard of a batch of {step.samples} has one sample, of which batch norm can "
+            f"a shard of a batch of {step.samples} has one sample, of which batch norm can "
             f"make no statistics: leave short batches out (drop_last=True), or take another "
             f"batch_size"
         )

@@ -403,11 +403,18 @@ def test_a_hook_on_a_parameter_is_told_and_one_of_the_optimizer_finds_the_whole_
 
 
 @pytest.mark.filterwarnings("ignore:When training, we now always track")
-def test_batch_norm_of_a_shard_of_one_sample_is_explained():
+@pytest.mark.parametrize(
+    ("samples", "cut"),
+    [
+        (16, {"batch_size": 16, "shards": 6}),
+        (5, {"batch_size": 2, "accumulation_steps": 3, "promise": "statistics"}),
+    ],
+)
+def test_batch_norm_of_a_shard_of_one_sample_is_explained(samples, cut):
+    """Of shares that are even it is the first one; else the last."""
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
-    loop = elastic.Loop(
-        model, torch.optim.SGD(model.parameters(), 0.1), DATA, batch_size=16, epochs=1, shards=6
-    )
+    data = torch.utils.data.Subset(DATA, range(samples))
+    loop = elastic.Loop(model, torch.optim.SGD(model.parameters(), 0.1), data, epochs=1, **cut)
 
     def run() -> None:
         for epoch in loop.epochs():
@@ -418,7 +425,7 @@ def test_batch_norm_of_a_shard_of_one_sample_is_explained():
 
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
         run()
-    assert explain_error(raised.value).startswith("the last shard of a batch of 16 has one sample")
+    assert explain_error(raised.value).startswith(f"a shard of a batch of {samples} has one sample")
 
 
 class Sized(Dataset):

@@ -289,6 +289,16 @@ def test_huge_logits_give_finite_losses_and_gradients(side: Any, dtype: str):
     assert np.isfinite(side.gradient(logits)).all()
 
 
+def test_a_loss_against_labels_is_as_large_as_it_is(side: Any):
+    logits = side.tensor([[0.0, 200.0, -200.0], [0.0, 0.0, 300.0]], "float32", learns=True)
+    labels = side.tensor([0, 1])
+    loss = distillation_loss(logits, side.tensor(np.full((2, 3), 1 / 3)), labels, alpha=0)
+    assert loss.item() == pytest.approx(250)
+    loss.backward()
+    expected = [[-0.5, 0.5, 0], [0, -0.5, 0.5]]
+    np.testing.assert_allclose(side.gradient(logits), expected, atol=1e-6)
+
+
 def test_samples_may_have_several_axes(side: Any):
     wide, taught = LOGITS.reshape(5, 2, 2), soft().reshape(5, 2, 2)
     taught = taught / taught.sum(axis=-1, keepdims=True)

@@ -254,7 +254,7 @@ def _when(
 ) -> str:
     lost = [other for other in job.after if states.get(other, JobState.FAILED) in _UNSUCCESSFUL]
     if lost:
-        return f"it never starts by itself: run {listed(lost)} again, or delete it"
+        return f"it never starts by itself: run {listed(lost)} again, or delete {job.job_id}"
     if not nodes_for(sharing, job):
         return ""
     behind = [other for other in sharing.jobs if other.job_id in job.after]

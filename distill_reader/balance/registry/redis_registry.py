@@ -97,12 +97,8 @@ class RedisRegistry:
         """
         names = sorted(own)
         async with self._redis() as client:
-            pipe = client.pipeline(transaction=False)
-            pipe.set(_WRITES, "", xx=True)
-            if names:
-                pipe.mget([_key(name, "table") for name in names])
-            _, *several = await pipe.execute()
-            texts = several[0] if names else []
+            await client.set(_WRITES, "", xx=True)
+            texts = await client.mget([_key(name, "table") for name in names]) if names else []
             keys: set[str] = set()  # a scan may return a key twice
             async for key in client.scan_iter(match=f"{_PREFIX}*", count=_SCAN):
                 keys.add(key)

@@ -131,11 +131,11 @@ class ShardOrder:
             return np.arange(start, stop, dtype=np.int64)
         return self._of_epoch(shard_range.epoch)[start:stop]
 
-    def again(self, shard_range: ShardRange) -> list[int]:
-        """Return how often each sample of a shard came before in the epoch; []: none did."""
+    def samples(self, shard_range: ShardRange) -> tuple[list[int], list[int]]:
+        """Return `ids(shard_range)`, and how often each came before in the epoch; []: none did."""
         if self._drawn is None:
-            return []
-        return self._drawn.drawn(shard_range.start, shard_range.stop)[1]
+            return self.ids(shard_range).tolist(), []
+        return self._drawn.samples(shard_range.start, shard_range.stop)
 
     def drawn(self, shard_range: ShardRange) -> int:
         """Return the sum of the hashes of `ids(shard_range)`."""
@@ -208,8 +208,7 @@ class InlineReader:
             self._maker = BatchMaker(source.collate, data, order.run.seed, is_ahead=is_ahead)
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
-        ids = self._order.ids(shard_range).tolist()
-        again = self._order.again(shard_range)
+        ids, again = self._order.samples(shard_range)
         samples = self._fetcher.fetch(shard_range.epoch, ids, again)
         if self._maker is None:
             batch = self._collate(samples)
@@ -325,8 +324,7 @@ def loader_items(
     def batches() -> Iterator[list[DrawnIndex]]:
         for shard_range in order.from_cursor(cursor, to_epoch_end=to_epoch_end):
             sent.put((shard_range, order.drawn(shard_range)))
-            ids, again = order.ids(shard_range).tolist(), order.again(shard_range)
-            yield drawn_indices(shard_range.epoch, ids, again)
+            yield drawn_indices(shard_range.epoch, *order.samples(shard_range))
 
     place = cursor.epoch, cursor.step, order.shards.start
     loader = keyed_loader(source, batches(), data, order.run.seed, place, on_host=on_host)

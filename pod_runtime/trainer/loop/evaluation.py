@@ -62,7 +62,7 @@ def evaluate(
     places = list(_places(plan))
     batches = len(places)
     mine = [
-        (range(start, stop), []) if order is None else order.drawn(start, stop)
+        (range(start, stop), []) if order is None else order.samples(start, stop)
         for start, stop in places[rank::world_size]
     ]
     sums: dict[str, float] = {}

@@ -22,7 +22,7 @@ from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state.best_checkpoints import best_store
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.state.host_state import HostState, SaveTarget
+from pod_runtime.trainer.state.host_state import HostState
 from pod_runtime.trainer.state.owner_record import State
 from pod_runtime.trainer.state.snapshot import copy_newest
 
@@ -373,7 +373,7 @@ class StateManager:
                 )
                 self._link.wait(RETRY_S)
             else:
-                return SaveTarget.of(self._writer.store.storage.name, 1, None).checkpoint
+                return self._writer.store.storage.name
         return ""
 
     def _capture(self, *, is_own: bool = False) -> HostState:

@@ -41,7 +41,7 @@ class EpochOrder:
     ends: Ids | None  # (B,): batch i ends before ids[ends[i]]; None: batches of the run's size
     record: OrderRecord
 
-    def drawn(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+    def samples(self, start: int, stop: int) -> tuple[list[int], list[int]]:
         """Return these samples, and how often each came before; []: none did."""
         again = [] if self.again is None else self.again[start:stop].tolist()
         return self.ids[start:stop].tolist(), again

@@ -60,6 +60,31 @@ def finish(stage: Stage) -> None:
     )
 
 
+def cut_in_second_training(job: FakeLauncher, step: int, *args: str) -> int:
+    """Run `again.py` alone up to this step of its second loop; return at which step it drained."""
+    stage = job.start(1, *args)
+    stage.go()
+    (trainer,) = stage.trainers
+    wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
+    stage.go()
+    wait_until(lambda: trainer.said[-1].get("step") == step, 90)
+    stage.cut()
+    drained = stage.drained()
+    stage.end()
+    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
+    return drained
+
+
+def finish_all_three(stage: Stage) -> None:
+    """Run `again.py` to its end."""
+    for times in (1, 2, 3):
+        stage.go()
+        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
+        if times < 3:
+            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
+    assert stage.codes() == [0, 0], stage.logs()
+
+
 def test_kills_lose_no_sample_and_count_none_twice(launch):
     job = launch("counting.py", 3)
     stage = job.start(2, *out(job, "--snapshot_steps", "3"))
@@ -336,12 +361,7 @@ def test_a_script_that_stops_its_training_when_it_is_told_to_end_ends_its_traine
 def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it_open(launch):
     job = launch("again.py", 2)
     stage = job.start(2, "--out", str(job.folder))
-    for times in (1, 2, 3):
-        stage.go()
-        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
-        if times < 3:
-            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
-    assert stage.codes() == [0, 0], stage.logs()
+    finish_all_three(stage)
     for rank in (0, 1):
         first, second, third = json.loads((job.folder / f"open.{rank}").read_text())
         assert third <= second <= first + 1, (first, second, third)
@@ -351,23 +371,9 @@ def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it
 def test_what_the_second_training_of_a_script_left_is_not_what_the_first_one_goes_on_from(launch):
     job = launch("again.py", 2)
     args = "--out", str(job.folder), "--step_s", "0.3"
-    stage = job.start(1, *args)
-    stage.go()
-    (trainer,) = stage.trainers
-    wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
-    stage.go()
-    wait_until(lambda: trainer.said[-1].get("step") == 2, 90)
-    stage.cut()
-    step = stage.drained()
-    stage.end()
-    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
+    step = cut_in_second_training(job, 2, *args)
     stage = job.start(2, *args, restore_from=(1, step))
-    for times in (1, 2, 3):
-        stage.go()
-        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
-        if times < 3:
-            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
-    assert stage.codes() == [0, 0], stage.logs()
+    finish_all_three(stage)
     assert json.loads((job.folder / "began.0").read_text()) == [0, step, 0]
 
 
@@ -377,24 +383,10 @@ def test_a_later_training_of_a_script_goes_on_from_memory_though_an_earlier_one_
     """The server names the furthest step of both."""
     job = launch("again.py", 2)
     args = "--out", str(job.folder), "--step_s", "0.5", "--folders", str(tmp_path / "ckpt")
-    stage = job.start(1, *args)
-    stage.go()
-    (trainer,) = stage.trainers
-    wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
-    stage.go()
-    wait_until(lambda: trainer.said[-1].get("step") == 1, 90)
-    stage.cut()
-    step = stage.drained()
+    step = cut_in_second_training(job, 1, *args)
     assert step < 4
-    stage.end()
-    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
     stage = job.start(2, *args, restore_from=(1, 4))
-    for times in (1, 2, 3):
-        stage.go()
-        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
-        if times < 3:
-            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
-    assert stage.codes() == [0, 0], stage.logs()
+    finish_all_three(stage)
     assert json.loads((job.folder / "began.0").read_text()) == [4, step, 0]
     assert "falling back to checkpoints" not in stage.logs()
 

@@ -25,6 +25,9 @@ class TrainerHello:
     stage: int
     pid: int
     joins: bool = False  # it can form a next stage's group while it trains
+    # The script makes a later loop, and those before it are kept by checkpoints: the training is
+    # not complete yet.
+    goes_on: bool = False
     adapter: str = ""  # module of its framework, which spares import; "": an old trainer
 
 

@@ -68,15 +68,17 @@ def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[Pod
 
 def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
     """Return what tells a report apart from those made before."""
-    of_a_cut: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()
     if run is not None and report.kind is ReportKind.DRAINED:
-        of_a_cut = (run.cut_id, report.step)
+        more = (run.cut_id, report.step)
+    elif report.kind in (ReportKind.FIRST_STEP, ReportKind.DONE):
+        more = (report.step,)  # each loop of a script has its own
     elif run is not None and report.kind is ReportKind.PROGRESS:
-        of_a_cut = (run.cut_id,)
+        more = (run.cut_id,)
     elif run is not None and report.kind is ReportKind.HUNG:
         news = next(t.hang_news for t in run.trainers if t.rank == report.rank)
         return (report.kind, report.stage, report.attempt, report.rank, news)
-    return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
+    return (report.kind, report.stage, report.attempt, report.rank, report.code, *more)
 
 
 def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
@@ -102,7 +104,7 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     if plan.order is Order.RESUME and run.trouble is None:
         reports.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
     if run.done_step is not None:
-        reports.append(report_on(run, ReportKind.DONE))
+        reports.append(replace(report_on(run, ReportKind.DONE), step=run.done_step))
     if run.trouble is not None:
         reports.append(run.trouble)
     return reports

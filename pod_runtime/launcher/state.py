@@ -283,6 +283,8 @@ def received(
                 run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **reset
             )
             run = replace(run, adapter=message.adapter)
+            if message.goes_on:
+                run = replace(run, done_step=None, first_step=None)
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)
         case Formed(stage=stage, attempt=attempt):
@@ -299,8 +301,7 @@ def received(
                 kind = ReportKind.STAGE_TOO_LOW
                 run = replace(run, trouble=report_on(run, kind, highest_stage=highest))
         case StateLoaded(step=step, epoch=epoch):
-            run = replace(run, step=max(run.step, step), epoch=max(run.epoch, epoch))
-            run = _with_trainer(run, rank, loaded=True)
+            run = _with_trainer(_come_to(run, step, epoch), rank, loaded=True)
         case Stepped():
             run = _stepped(run, rank, message)
         case Drained(step=step, id=cut_id, snapshot=snapshot, durable=durable):
@@ -438,13 +439,17 @@ def leave(pod: LauncherState, leaving: Leaving) -> LauncherState:
     return replace(pod, leaving=leaving)
 
 
+def _come_to(run: StageRun, step: int, epoch: int) -> StageRun:
+    """Enter how far a trainer is. A later loop of the script begins with epoch 0 again."""
+    step, epoch = max((run.step, run.epoch), (step, epoch))
+    return replace(run, step=step, epoch=epoch)
+
+
 def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
     # Metrics that a script logs before the stage's first step come with the step it restored.
     made_one = run.first_step is None and message.step > run.step
     run = replace(
-        run,
-        step=max(run.step, message.step),
-        epoch=max(run.epoch, message.epoch),
+        _come_to(run, message.step, message.epoch),
         first_step=message.step if made_one else run.first_step,
         total_steps=run.total_steps if message.total_steps is None else message.total_steps,
         step_s=run.step_s if message.step_s is None else message.step_s,

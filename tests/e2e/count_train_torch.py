@@ -28,18 +28,23 @@ def main() -> None:
     parser.add_argument("--step_s", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--checkpoint")
+    parser.add_argument("--first", help="checkpoints of a training of two epochs before this one")
     parser.add_argument("--out", required=True)
     parser.add_argument("--end", type=Path, help="once this file exists, no epoch follows")
     args = parser.parse_args()
 
+    if args.first:
+        train(args, args.first, epochs=2)
+    train(args, args.checkpoint, args.epochs)
+
+
+def train(args: argparse.Namespace, checkpoint: str | None, epochs: int) -> None:
     model = Counter(args.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data: DataLoader[int] = DataLoader(
         range(args.samples), batch_size=48, shuffle=True, num_workers=args.workers
     )
-    loop = elastic.Loop(
-        model, optimizer, data, epochs=args.epochs, checkpoint=args.checkpoint, save_steps=10
-    )
+    loop = elastic.Loop(model, optimizer, data, epochs=epochs, checkpoint=checkpoint, save_steps=10)
     for epoch in loop.epochs():
         for step in epoch:
             for ids in step:

@@ -272,10 +272,21 @@ def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport
         trains |= member.phase is PodStagePhase.PARKED and report.step > member.step
     if trains and not stage.end_ordered:
         work.move(stage, pod_id, PodStagePhase.TRAINING)
+    if work.job.done and report.kind is ReportKind.FIRST_STEP:
+        _begin_loop(work, report)
     _advance_step(work, pod_id, report)
     _apply_first_step(work, stage, report)
     if report.paces:
         note_paces(work, stage, report.paces)
+
+
+def _begin_loop(work: Work, report: PodReport) -> None:
+    """Enter that the script trains on in a later loop, whose steps follow those before."""
+    step = work.job.progress.step
+    if report.step > step:
+        work.set(done=False)
+        work.progress(epoch=0)
+        work.note(f"the script begins another loop after step {step}")
 
 
 def _apply_first_step(work: Work, stage: JobStage, report: PodReport) -> None:
@@ -545,6 +556,8 @@ def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) 
 def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
     if stage is not work.job.active or not stage.committed or stage.end_ordered:
         return
+    if report.step < work.job.progress.step:
+        return  # an earlier loop of the script; the training is in a later one
     _advance_step(work, member.pod.pod_id, report)
     if member.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED):
         work.move(stage, member.pod.pod_id, PodStagePhase.TRAINING)

@@ -39,6 +39,7 @@ from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm, was_told_to_end
 from pod_runtime.trainer.membership.terms import script_values
 from pod_runtime.trainer.progress.best import BestCheckpoint, check_metric, find_best
+from pod_runtime.trainer.progress.loop_status import LoopsBefore
 from pod_runtime.trainer.progress.scaling import Policy
 from pod_runtime.trainer.progress.shard_choice import choose_shards, sizes_to_measure
 
@@ -72,7 +73,7 @@ class Loop:
     Every trainer makes one. Alone, without a launcher, it is a world of one.
     """
 
-    _made: ClassVar[int] = 0  # in this process
+    _before: ClassVar[LoopsBefore] = LoopsBefore()  # the next one
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     _folders: ClassVar[set[str]] = set()  # of checkpoints, of the loops that it has made
     # Ids of the tensors of the script that the steps of loops before have left, by its names.
@@ -232,7 +233,7 @@ class Loop:
         self._shards_asked = False  # the script knows V
         self._has_come_to_steps = False  # and what the model is like is noted
         self._epoch: Epoch | None = None  # None: none was asked for
-        self._number = Loop._made  # among those of this process
+        self._number = Loop._before.number  # among those of this process
         env = TrainerEnv.read(os.environ)
         self._is_in_job = env.channel is not None
         if settings.checkpoint is not None:
@@ -253,11 +254,11 @@ class Loop:
                 all_reduce=all_reduce,
                 join_on_gpu=env.join_on_gpu,
             ),
-            loop_number=self._number,
+            before=Loop._before,
             # A batch, and what is made of it, is this trainer's own.
             values={k: v for k, v in values.items() if Loop._of_steps.get(k) != id(v)},
         )
-        Loop._made += 1
+        Loop._before = replace(Loop._before, number=self._number + 1)
         self._source = self._joiner.source
         self._framework = self._joiner.framework
         self._framework.step.drop()  # gradients of before: of a first batch that built layers
@@ -477,7 +478,7 @@ class Loop:
             mode=mode,
             value=number,
             stage=steps.stage.progress.stage,
-            step=cursor.global_step + (step is not None),
+            step=steps.stage.progress.step + (step is not None),
             epoch=cursor.epoch,
         )
         if self._is_warming_up:
@@ -860,6 +861,12 @@ class Loop:
                 break
         self._joiner.close()
         self._finished = True
+        before = Loop._before
+        Loop._before = replace(
+            before,
+            steps=steps.stage.progress.step if self._is_in_job else 0,
+            are_kept=before.are_kept and self._has_checkpoint,
+        )
         Loop._of_steps = {
             name: id(each)
             for name, each in script_values().items()
@@ -871,7 +878,7 @@ class Loop:
         stage.state_manager.note_account()
         stage.progress.note_done()
         if stage.link is not None:
-            stage.link.send(Done(step=stage.progress.cursor.global_step))
+            stage.link.send(Done(step=stage.progress.step))
 
     def _let_go(self) -> None:
         """Close what this loop has open, as the script begins another one."""
@@ -923,7 +930,7 @@ def current_stage() -> TrainerStage | None:
 def committed_step() -> int | None:
     """Return how many steps are committed; None: this process is in no stage."""
     stage = current_stage()
-    return None if stage is None else stage.progress.cursor.global_step
+    return None if stage is None else stage.progress.step
 
 
 def explain_error(error: BaseException) -> str:

@@ -160,7 +160,7 @@ class StageSteps:
         link, progress = self.stage.link, self.stage.progress
         if link is not None:
             link.send_step(
-                step=progress.cursor.global_step,
+                step=progress.step,
                 epoch=progress.cursor.epoch,
                 total_steps=progress.total_steps,
                 step_s=self._step_s,

@@ -65,6 +65,7 @@ class LauncherLink:
         stage: int,
         pid: int,
         joins: bool = False,
+        goes_on: bool = False,
         adapter: str = "",
     ) -> None:
         """Connect and send hello.
@@ -72,6 +73,7 @@ class LauncherLink:
         Args:
             name: of the launcher's abstract socket.
             joins: this trainer can form a next stage's group while it trains.
+            goes_on: with a later loop of the script, see `TrainerHello`.
             adapter: module that spares import ahead, see `Framework.module`.
 
         Raises:
@@ -100,7 +102,9 @@ class LauncherLink:
         self.cut: Cut | None = None  # the newest that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
-        hello = TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins, adapter=adapter)
+        hello = TrainerHello(
+            rank=rank, stage=stage, pid=pid, joins=joins, goes_on=goes_on, adapter=adapter
+        )
         self.send(hello, (own_activity().fd,))
 
     def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:

@@ -92,9 +92,7 @@ class NodeSnapshots:
     def now(self) -> Stamp:
         """The stamp of the committed state."""
         progress = self._progress
-        return Stamp(
-            stage=progress.stage, step=progress.cursor.global_step, serial=progress.version
-        )
+        return Stamp(stage=progress.stage, step=progress.step, serial=progress.version)
 
     def take(self, renew: bool) -> None:
         """Write this rank's part of a snapshot. All ranks of the stage call it.

@@ -25,7 +25,6 @@ from pod_runtime.trainer.state.storage import open_storage
 logger = logging.getLogger(__name__)
 
 _Read = Callable[[], HostState | None]
-_NEVER = 1e15  # no training makes so many steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Restored:
 
     status: LoopStatus
     stage: int  # of this stage, as rank 0 says; outside EDL only rank 0 knows it beforehand
-    came_from: tuple[int, int] | None  # (stage, step); None: a fresh start
+    came_from: tuple[int, int] | None  # (stage, step of this loop); None: a fresh start
     from_checkpoint: bool  # what was loaded is an intact checkpoint of exactly this state
     host_state: HostState | None = None  # what was loaded; None: nothing, or no longer kept
 
@@ -130,29 +129,18 @@ class StateRestore:
         than what is wanted. A later step is as good: the stage may have come further than the
         server knew when all of its launchers died.
         """
-        # Step, serial, is in a snapshot, is another loop's; from which step on a snapshot counts.
-        have = np.zeros((self.world_size, 5))
+        have = np.zeros((self.world_size, 4))  # step, serial, is in a snapshot, is another loop's
         have[self.rank, :3] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
         if self.carried is not None:
             stamp = self.carried.stamp
             have[self.rank, :3] = (stamp.step, stamp.serial, self.carried.is_in_snapshot)
         elif snapshot is not None:
             have[self.rank, 3] = not self._is_ours(snapshot.status)
-        have[self.rank, 4] = self._least_step()
         self.group.all_reduce(have.reshape(-1))
         best = max(have[:, :3].tolist())
-        holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= have[:, 4].max())
+        wanted_step = self.wanted.step if self.wanted else 0
+        holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= wanted_step)
         return holders, have[:, :3].tolist().index(best), bool(have[:, 3].any())
-
-    def _least_step(self) -> float:
-        """Return from which step on a snapshot is new enough, as far as this rank knows."""
-        if self.wanted is None or not self.fresh.origin.number:
-            return self.wanted.step if self.wanted else 0
-        # Wanted is the furthest step of all of the script's loops: a later one begins at 0 again.
-        found = None if self.rank or self.store is None else self.store.newest_whole()
-        if found is None or found.stage < self.wanted.stage:
-            return 0
-        return found.step if found.stage == self.wanted.stage else _NEVER
 
     def _is_ours(self, status: LoopStatus) -> bool:
         """Whether this loop made a state, and no other of the script's, in the process before."""
@@ -178,12 +166,7 @@ class StateRestore:
         return replace(self, wanted=None, fds=())._restore_from_disk()
 
     def _restore_from_disk(self) -> Restored:
-        is_lost = self.wanted is not None and not self.wanted.path
-        if is_lost and self.fresh.origin.number:  # it may not have begun before
-            logger.info(
-                "no state of this loop is in memory: it begins from its checkpoint, if it has one"
-            )
-        elif self.wanted is not None and is_lost:
+        if self.wanted is not None and not self.wanted.path:
             logger.error(
                 "no pod of this stage holds the snapshot of stage %d, step %d; "
                 "falling back to checkpoints: steps may be redone",
@@ -294,7 +277,7 @@ class StateRestore:
         return Restored(
             status=status,
             stage=self.stage if stage is None else stage,
-            came_from=(status.stage, status.step),
+            came_from=(status.stage, status.cursor.global_step),
             from_checkpoint=False,
         )
 
@@ -314,7 +297,7 @@ class StateRestore:
         return Restored(
             status=status,
             stage=stage,
-            came_from=(status.stage, status.step),
+            came_from=(status.stage, status.cursor.global_step),
             from_checkpoint=from_checkpoint,
             host_state=state,
         )

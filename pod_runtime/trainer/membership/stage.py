@@ -36,6 +36,7 @@ from pod_runtime.trainer.progress.epoch_order import EpochOrder
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.progress.loop_status import (
     LoopOrigin,
+    LoopsBefore,
     LoopStatus,
     check_same_run,
     continued_promise,
@@ -81,13 +82,13 @@ class StageJoiner:
         source: DataSource,
         env: TrainerEnv,
         make_framework: Callable[[int], Framework],
-        loop_number: int = 0,
+        before: LoopsBefore = LoopsBefore(),  # noqa: B008  it cannot be changed
         values: Mapping[str, Any] | None = None,
     ) -> None:
         """Connect to the launcher, and form the group.
 
         Args:
-            loop_number: how many loops this process had made before.
+            before: the loops that this process had made before.
             values: tensors and arrays of the script, by its names, that all trainers should have.
 
         Raises:
@@ -102,7 +103,8 @@ class StageJoiner:
         if settings.checkpoint is not None:
             check_outlives_pod(settings.checkpoint, os.environ)
             self._checkpoint = absolute(settings.checkpoint)
-        self._origin = LoopOrigin(number=loop_number, checkpoint=settings.checkpoint or "")
+        self._before = before
+        self._origin = LoopOrigin(number=before.number, checkpoint=settings.checkpoint or "")
         self._activity = own_activity()
         self._activity.begin(Doing.STARTING)
         self.framework = make_framework(HEADER_SIZE)
@@ -139,7 +141,9 @@ class StageJoiner:
             rank=env.rank,
             stage=env.stage or 0,
             pid=os.getpid(),
-            joins=not self.framework.group.why_no_second_group(),
+            # Not in a later loop: new trainers begin with the script's first one.
+            joins=not (self._before.number or self.framework.group.why_no_second_group()),
+            goes_on=self._before.number > 0 and self._before.are_kept,
             adapter=self.framework.module,
         )
         self._next_group = NextGroupFormer(self.framework.group, self.framework.state, self._link)
@@ -148,9 +152,10 @@ class StageJoiner:
         self._take_start(self._link.wait_start())
         source = self._plan.restore_from
         if source is not None:
-            # Only the second `Loop` of a script says hello in a stage that is training already. The
-            # state that this stage began from may be on no node any more.
-            source = replace(source, local_on_all_nodes=False)
+            # Only a later `Loop` of a script says hello in a stage that is training already. What
+            # this stage began from may be a state of one before, or on no node any more.
+            is_of_before = source.step <= self._before.steps and self._before.number > 0
+            source = None if is_of_before else replace(source, local_on_all_nodes=False)
             self._plan = replace(self._plan, restore_from=source)
 
     def _take_start(self, start: StageStart, rank: int | None = None) -> None:
@@ -272,6 +277,7 @@ class StageJoiner:
                 check_terms_of_state(restored.status.terms, self._terms, rank=self._rank)
             status = replace(
                 self._continue(restored.status),
+                steps_before=self._before.steps,
                 terms=to_text(self._terms),
                 arrays=json.dumps(self._arrays),
                 origin=self._origin,
@@ -662,7 +668,9 @@ class StageJoiner:
         run_dir = self._env.run_dir
         file = LedgerFile(run_dir) if rank == 0 and run_dir is not None else None
         if link is not None:
-            link.send(StateLoaded(step=status.step, epoch=status.epoch))
+            # Of a loop that is complete, `Done` says the step: a later one may be further.
+            step = 0 if progress.is_finished else status.step
+            link.send(StateLoaded(step=step, epoch=status.epoch))
             with self._activity.during(Doing.PARKED):
                 link.wait_go()
         if self._store is not None and self._store.owner is not None:

@@ -105,7 +105,7 @@ class StateManager:
             or progress.batches.steps_left(after.offset) == 0
             or self._save_wants(taken, after.global_step)
         )
-        may = taken is not None and after.global_step - taken.step >= self._interval()
+        may = taken is not None and progress.step + 1 - taken.step >= self._interval()
         wanted = MUST if must else snapshots.share if may else 0.0
         return SnapshotRequest(snapshot=wanted, renew=snapshots.wants_renewal)
 
@@ -237,7 +237,7 @@ class StateManager:
         """
         assert self._link is not None
         cut_id = cut.id
-        step = self._progress.cursor.global_step
+        step = self._progress.step
         self._take(SnapshotRequest(snapshot=1.0, renew=renew))
         if self._snapshots.meet():
             self._take(SnapshotRequest(snapshot=1.0, renew=True))

@@ -36,11 +36,21 @@ class LoopOrigin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopsBefore:
+    """The loops that a script has made so far in this process."""
+
+    number: int = 0
+    steps: int = 0  # global steps of those that are complete, as a job counts them; 0: no job
+    are_kept: bool = True  # by checkpoints: the next process trains none of them again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStatus:
     """Travels in every snapshot, broadcast and checkpoint."""
 
     stage: int  # that committed the newest step
-    cursor: Cursor
+    cursor: Cursor  # counts this loop's steps only
+    steps_before: int = 0  # of the script's loops before this one
     samples_seen: int  # committed, over all epochs
     shards: int  # V: fixed for the run; with `statistics` that of the first stage
     batch_size: int  # at the reference world
@@ -63,8 +73,8 @@ class LoopStatus:
 
     @property
     def step(self) -> int:
-        """Global steps committed since the job began."""
-        return self.cursor.global_step
+        """Global steps committed since the job began, in all of the script's loops."""
+        return self.steps_before + self.cursor.global_step
 
     @property
     def world_size(self) -> int:

@@ -79,18 +79,23 @@ class TrainingProgress:
         return text
 
     @property
+    def step(self) -> int:
+        """As that of `LoopStatus`."""
+        return self._before.steps_before + self.cursor.global_step
+
+    @property
     def total_steps(self) -> int:
-        """Global steps of the whole training, if all epochs are as long as this one."""
+        """`step` at the end of this loop, if all epochs are as long as this one."""
         cursor = self.cursor
         epochs_after = max(0, self.run.epochs - cursor.epoch - 1)
         here = self.batches.steps_left(cursor.offset) if cursor.epoch < self.run.epochs else 0
-        return cursor.global_step + here + epochs_after * self.batches.steps_left(0)
+        return self.step + here + epochs_after * self.batches.steps_left(0)
 
     def begin_stage(self, restored_from: tuple[int, int] | None, file: LedgerFile | None) -> None:
         """Open this stage in the ledger; call when the stage is committed, not before.
 
         Args:
-            restored_from: (stage, step) of the state it began from; None: afresh.
+            restored_from: (stage, step of this loop) of the state it began from; None: afresh.
             file: where rank 0 writes; None on the others.
         """
         entry = StageEntry(
@@ -248,6 +253,6 @@ def scaling_for(
         before.scaling,
         base_batch_size=before.batch_size,
         world_size=world_size,
-        step=before.step,
+        step=before.cursor.global_step,
         warmup_steps=warmup_steps,
     )

@@ -16,7 +16,8 @@ from job_server.api.wire import (
 )
 from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
-from tests.job_server.world import RUNNING, World, ids, records, trains, world
+from job_server.training.core.changes import may_change
+from tests.job_server.world import RUNNING, World, ids, records, tell, trains, world
 
 DONE = PodReport(kind=ReportKind.EXITED, stage=1, code=0)
 
@@ -181,6 +182,25 @@ def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothin
         kill_launcher(made, pod_id)
     assert made.job.state is JobState.SUCCEEDED
     assert made.job.budget.failures == 0
+
+
+def test_a_later_loop_of_the_script_makes_the_job_one_that_trains_until_it_ends_itself():
+    made = trains(world(total_steps=400))
+    step = made.job.progress.step
+    pods = ("pod_0_0", "pod_1_0")
+    tell(made, pods, ReportKind.DONE, 1, step=step, epoch=5)
+    tell(made, pods, ReportKind.PROGRESS, 1, step=step, epoch=5)  # late
+    assert made.job.done
+    tell(made, "pod_0_0", ReportKind.FIRST_STEP, 1, step=step + 1, epoch=0)
+    tell(made, "pod_1_0", ReportKind.DONE, 1, step=step, epoch=5)  # of the loop before, late
+    assert (made.job.done, made.job.progress.step, made.job.progress.epoch) == (
+        False,
+        step + 1,
+        0,
+    )
+    assert may_change(made.job, made.now)
+    tell(made, pods, ReportKind.DONE, 1, step=step + 9)
+    assert made.job.done
 
 
 @pytest.mark.parametrize("script_ends", [True, False])

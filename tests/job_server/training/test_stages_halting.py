@@ -231,7 +231,7 @@ def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
 def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
     for pod_id in ids(made):
-        tell(made, pod_id, ReportKind.DONE, 1)
+        tell(made, pod_id, ReportKind.DONE, 1, step=made.job.progress.step)
         made.nodes["a"].pods[pod_id].end(code=0)
     made.client_acts(made.nodes["a"])
     assert made.job.state is JobState.SUCCEEDED

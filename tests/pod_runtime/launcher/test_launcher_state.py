@@ -643,6 +643,31 @@ def test_when_all_have_exited_with_0_so_does_the_launcher():
     ]
 
 
+def test_each_loop_of_a_script_is_told_of_by_its_first_step_and_its_end():
+    pod = training_pod()
+    pod.say(0, Stepped(step=5, epoch=2))
+    assert [(each.kind, each.step) for each in reports(pod.say(0, Done(step=20)))] == [
+        (ReportKind.DONE, 20)
+    ]
+    for rank in (0, 1):
+        assert pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1, goes_on=True)) != []
+        pod.say(rank, StateLoaded(step=20))
+    assert pod.pod.runs[0].done_step is None
+    (first,) = reports(pod.say(1, Stepped(step=21, epoch=0)))
+    assert (first.kind, first.step, first.epoch) == (ReportKind.FIRST_STEP, 21, 0)
+    assert [(each.kind, each.step) for each in reports(pod.say(0, Done(step=30)))] == [
+        (ReportKind.DONE, 30)
+    ]
+
+
+def test_a_later_loop_whose_earlier_ones_would_be_trained_again_leaves_the_job_complete():
+    pod = training_pod()
+    pod.say(0, Done(step=20))
+    pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
+    assert reports(pod.say(0, Stepped(step=21))) == []
+    assert pod.pod.runs[0].done_step == 20
+
+
 def test_a_stage_that_is_too_low_is_no_failure_and_no_success():
     pod = Simulated()
     pod.told(plan(1, Order.START))

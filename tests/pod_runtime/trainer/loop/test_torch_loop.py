@@ -33,6 +33,7 @@ from pod_runtime import elastic  # noqa: E402
 from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402
 from pod_runtime.trainer.loop.loop import Loop, explain_error  # noqa: E402
+from pod_runtime.trainer.progress.loop_status import LoopsBefore  # noqa: E402
 from pod_runtime.verify import main as verify  # noqa: E402
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS  # noqa: E402
 from tests.support import code_blocks  # noqa: E402
@@ -267,10 +268,10 @@ def drawn_between_loops(folder: Path) -> list[float]:
 def test_what_is_drawn_behind_each_of_several_trainings_is_its_own_and_the_same_again(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Loop, "_made", 0)  # as in a process of its own
+    monkeypatch.setattr(Loop, "_before", LoopsBefore())  # as in a process of its own
     first = drawn_between_loops(tmp_path)
     assert len(set(first)) == 3
-    monkeypatch.setattr(Loop, "_made", 0)
+    monkeypatch.setattr(Loop, "_before", LoopsBefore())
     assert drawn_between_loops(tmp_path) == first  # by now they are complete
 
 

@@ -21,6 +21,7 @@ from tests.support import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 21  # 203 samples, batches of 32, three epochs
+AGAIN_STEPS = 4  # of each of the three loops in again.py
 
 
 def out(launcher: FakeLauncher, *more: str, step_s: float = 0.3) -> tuple[str, ...]:
@@ -61,13 +62,16 @@ def finish(stage: Stage) -> None:
 
 
 def cut_in_second_training(job: FakeLauncher, step: int, *args: str) -> int:
-    """Run `again.py` alone up to this step of its second loop; return at which step it drained."""
+    """Run `again.py` alone up to this step of its second loop; return at which step it drained.
+
+    Steps count on from the first loop's to the second's.
+    """
     stage = job.start(1, *args)
     stage.go()
     (trainer,) = stage.trainers
     wait_until(lambda: len(trainer.words("loaded")) > 1, 90)
     stage.go()
-    wait_until(lambda: trainer.said[-1].get("step") == step, 90)
+    wait_until(lambda: trainer.said[-1].get("step") == AGAIN_STEPS + step, 90)
     stage.cut()
     drained = stage.drained()
     stage.end()
@@ -374,20 +378,20 @@ def test_what_the_second_training_of_a_script_left_is_not_what_the_first_one_goe
     step = cut_in_second_training(job, 2, *args)
     stage = job.start(2, *args, restore_from=(1, step))
     finish_all_three(stage)
-    assert json.loads((job.folder / "began.0").read_text()) == [0, step, 0]
+    assert json.loads((job.folder / "began.0").read_text()) == [0, step - AGAIN_STEPS, 0]
 
 
-def test_a_later_training_of_a_script_goes_on_from_memory_though_an_earlier_one_came_further(
-    launch, tmp_path: Path
-):
-    """The server names the furthest step of both."""
+def test_a_later_training_of_a_script_goes_on_from_memory(launch, tmp_path: Path):
     job = launch("again.py", 2)
     args = "--out", str(job.folder), "--step_s", "0.5", "--folders", str(tmp_path / "ckpt")
     step = cut_in_second_training(job, 1, *args)
-    assert step < 4
-    stage = job.start(2, *args, restore_from=(1, 4))
+    stage = job.start(2, *args, restore_from=(1, step))
     finish_all_three(stage)
-    assert json.loads((job.folder / "began.0").read_text()) == [4, step, 0]
+    began = json.loads((job.folder / "began.0").read_text())
+    assert began == [AGAIN_STEPS, step - AGAIN_STEPS, 0]
+    for trainer in stage.trainers:
+        said = [each["step"] for each in trainer.words("done")]
+        assert said == [AGAIN_STEPS, 2 * AGAIN_STEPS, 3 * AGAIN_STEPS]
     assert "falling back to checkpoints" not in stage.logs()
 
 

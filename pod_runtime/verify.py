@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from job_server.api.wire import encode
+from pod_runtime.trainer.epochs.epoch_store import EpochStore
 from pod_runtime.trainer.errors import ElasticError
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.progress.epoch_order import EpochOrder, OrderRecord
@@ -95,9 +96,16 @@ def read_account(path: str) -> LedgerAccount:
     if "://" not in path and not local.exists():
         raise NothingToVerifyError(f"{path}: does not exist")
     try:
-        found = CheckpointStore(open_storage(path)).load_newest()
+        storage = open_storage(path)
+        found = CheckpointStore(storage).load_newest()
+        is_of_epochs = found is None and bool(EpochStore(storage).found())
     except (ElasticError, OSError) as error:
         raise NothingToVerifyError(str(error)) from error
+    if is_of_epochs:
+        raise NothingToVerifyError(
+            f"{path}: checkpoints by epoch (ElasticCheckpoint, save_checkpoint), which do not say "
+            f"what samples were drawn: only a training by elastic.Loop can be verified"
+        )
     if found is None:
         raise NothingToVerifyError(
             f"{path}: neither a run folder (no {LEDGER_NAME}) nor a checkpoint path (no folder "

@@ -25,6 +25,7 @@ from pod_runtime.trainer.errors import (  # noqa: E402
     StateError,
     UsageError,
 )
+from pod_runtime.verify import main as verify  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
 
@@ -170,6 +171,12 @@ def test_a_program_that_crashes_and_starts_again_trains_every_epoch_and_none_in_
 def test_the_newest_ones_stay_and_the_rest_goes(tmp_path):
     train_as_the_original((str(tmp_path), None), 6)
     assert len(list(tmp_path.glob("stage_*/epoch_*"))) == epoch_checkpoint.KEEP
+
+
+def test_verify_says_that_these_tell_of_no_samples(tmp_path, capsys):
+    train_as_the_original((str(tmp_path), None), 1)
+    assert verify([str(tmp_path)]) == 2
+    assert "only a training by elastic.Loop can be verified" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ _COST_FACTOR = 3  # the pause after a round, in durations of the round
 _REFRESH_S = 2.0  # of our students' leases
 _RETRY_S = 0.3
 _HOLD_S = 4.0  # after an outage: time for teachers and other servers' students to come back
-_RECOVERY_S = 2.5  # after a registry lost its data: time for its teachers to register again
+# After a registry lost its data, or this server began: time for teachers to register again.
+_RECOVERY_S = 2.5
 _LOG_EVERY_S = 10.0
 
 
@@ -64,6 +65,7 @@ class Balancer:
         self._away_logged_s = 0.0
         self._known: dict[str, ServiceState] = {}  # as last read, with the tables decided then
         self._recovers_until_s: dict[str, float] = {}
+        self._began_s: float | None = None  # when it first read the registry; None: not yet
         self.moves = 0  # links that were new to their students
         self.tables = 0  # tables written
 
@@ -172,6 +174,8 @@ class Balancer:
         own_names = {service for service, _ in self._own}
         services = dict(await self._registry.services(own_names))
         now = self._clock()
+        if self._began_s is None:
+            self._began_s = now
         stored = {name: service.table for name, service in services.items()}
         if self._away is not None or self._has_forgotten(stored):
             services, stored = await self._restore(own_names)
@@ -233,11 +237,13 @@ class Balancer:
         return replace(service, table=table)
 
     def _is_recovering(self, name: str, service: ServiceState, now: float) -> bool:
-        """Return whether to wait for teachers to come back to a registry that has lost its data.
+        """Return whether to wait for teachers to come back.
 
-        Students that report teachers unknown to the registry are the sign of it.
+        Students that report teachers unknown to the registry are the sign of it: the registry has
+        lost its data, or teachers had no server to renew their leases at, and this one is new.
         """
-        if service.table is not None:
+        is_new = self._began_s is None or now - self._began_s < _RECOVERY_S
+        if service.table is not None and not is_new:
             self._recovers_until_s.pop(name, None)
             return False
         if not any(set(student.held) - service.teachers for student in service.students.values()):

@@ -112,6 +112,24 @@ def test_the_only_server_is_started_again_and_nothing_moves(run, monkeypatch):
         assert all(teachers <= set(told) for told in student.told[-2:])
 
 
+def test_the_only_server_of_a_redis_comes_back_after_the_leases_and_nothing_moves(
+    redis_server, run, monkeypatch
+):
+    monkeypatch.setattr(balancer, "_RECOVERY_S", 15.0)  # teachers may be slow to come back
+    first = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
+    _, students = group(run, first.endpoint, first.endpoint, 6, 3)
+    before = [list(student.told) for student in students]
+    first.send(signal.SIGKILL)
+    wait_for_the_end_of_leases()  # of the teachers; Redis still has the table
+    port = int(first.endpoint.rpartition(":")[2])
+    again = run(LocalDiscovery, redis_server.url, port=port)
+    wait_until(lambda: again.server.balancer.students == 3 and len(again.teachers()) == 6)
+    newcomer = run(LocalTeacher, again.endpoint)
+    wait_until(lambda: any(newcomer.endpoint in student.teachers for student in students))
+    for told, student in zip(before, students, strict=True):
+        assert all(set(told[-1]) <= set(later) for later in student.told[len(told) :])
+
+
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run, how, monkeypatch):
     monkeypatch.setattr("distill_reader.balance.registry.redis_registry._TIMEOUT_S", 0.5)

@@ -52,6 +52,10 @@ _MOST_REST_S = 1.0  # for a teacher that is busy again and again
 _FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
 _TIMEOUT_LOSSES = 3  # a timeout counts as so many lost connections
+# Teachers, and gateways before them, end a transfer that takes too long: ours after 20 s and more.
+# What was lost after so long may have come over a slow network.
+_SLOW_S = 15.0
+_LEAST_BYTES = 256 << 10  # of a request, however slow
 # Of the spread of an answer's values: by more a padded sample's differ not for rounding alone.
 _MOST_DIFFERENCE = 0.02
 
@@ -466,12 +470,27 @@ class TeacherPool:
         with self._lock:
             if flight.is_given_up or self._is_over(teacher) or not flight.left:
                 return None  # closed because another request's connection was lost
+            took_s = time.monotonic() - flight.since_s
+            if took_s >= _SLOW_S:
+                self._ask_for_less(teacher, flight.request, took_s)
             if is_late:
-                took_s = time.monotonic() - flight.since_s
                 teacher.pace.overdue(flight.request.samples, took_s)
             if is_late or teacher.failures:
                 teacher.note_no_answer(flight.since_s)
         return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
+
+    def _ask_for_less(self, teacher: Teacher, request: Request, took_s: float) -> None:
+        """Send smaller requests if one that was lost took longer than usual. Under the lock."""
+        expected_s = teacher.pace.expected_s(request.samples)
+        least = max(_LEAST_BYTES, request.size_bytes // 2)
+        if (expected_s is None or took_s > expected_s) and least < request.size_bytes:
+            teacher.most_bytes = min(teacher.most_bytes, least)
+            logger.info(
+                "teacher %s: no answer to %d bytes in %.0f s; requests are smaller now",
+                teacher.endpoint,
+                request.size_bytes,
+                took_s,
+            )
 
     def _land(self, teacher: Teacher, flight: Flight, blame: Blame | None) -> None:
         """Give back requests without an answer; `blame` is for the one that was asked last."""

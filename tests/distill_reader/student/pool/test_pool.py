@@ -22,6 +22,7 @@ from distill_reader.errors import (
     TeacherBusy,
     TeacherFailed,
     TeacherGone,
+    TeacherTimeout,
     UsageError,
 )
 from distill_reader.student.batches.feed import RequestLimits
@@ -664,6 +665,43 @@ def test_a_request_that_is_too_large_is_asked_in_parts(read):
     reading = read(teacher, batches=100)
     reading.finish()
     assert sum(sum(each) > 3 for each in teacher.requests) < 20  # then it is known
+
+
+@pytest.mark.parametrize("lost", [TeacherGone, TeacherTimeout])
+def test_what_a_slow_network_does_not_bring_in_time_is_asked_in_parts(read, lost, monkeypatch):
+    monkeypatch.setattr("distill_reader.student.pool.pool._SLOW_S", 0.02)
+    monkeypatch.setattr("distill_reader.student.pool.pool._LEAST_BYTES", 1)
+    teacher = FakeTeacher("a:1")
+    compute = teacher.compute
+
+    def slow(inputs):
+        (image,) = inputs.values()
+        if len(image) > 2:
+            time.sleep(0.04)
+            raise lost("a:1: HTTP 408: too slow: only 5 bytes of the body came")
+        return compute(inputs)
+
+    teacher.compute = slow
+    reading = read(teacher, batches=100)
+    reading.finish()
+    assert sum(sum(each) > 2 for each in teacher.requests) < 20  # then it is known
+
+
+@pytest.mark.parametrize(("slow_s", "least_bytes"), [(10.0, 1), (0.0, 1 << 20)])
+def test_requests_stay_as_large_where_a_connection_ends_for_another_reason(
+    read, slow_s, least_bytes, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.pool.pool._SLOW_S", slow_s)
+    monkeypatch.setattr("distill_reader.student.pool.pool._LEAST_BYTES", least_bytes)
+    teacher = FakeTeacher("a:1")
+    reading = read(teacher)
+    reading.more(10)
+    for _ in range(3):
+        teacher.kill()
+        teacher.come_back()
+        reading.more(10)
+    reading.finish()
+    assert all(size == 4 for each in teacher.requests for size in each)
 
 
 def test_a_sample_that_is_too_large_for_one_teacher_goes_to_another(read):

@@ -8,6 +8,7 @@ import numpy as np
 
 from distill_reader.errors import BadRequest
 from distill_reader.student.clients.client import Array
+from distill_reader.student.labels.labels import HAS_NAN
 from distill_reader.student.options import OutputKind
 
 _SUM_TOLERANCE = 2e-2
@@ -61,7 +62,9 @@ def _check_probabilities(name: str, output: str, array: Any) -> None:
     if not array.size:
         return
     sums = array.sum(axis=-1, dtype=np.float64)
-    if not (array.min() >= 0 and np.abs(sums - 1).max() <= _SUM_TOLERANCE):  # NaN, too
+    if np.isnan(sums).any():
+        raise BadRequest(f"teachers combined: {output} of {name}: {HAS_NAN}")
+    if not (array.min() >= 0 and np.abs(sums - 1).max() <= _SUM_TOLERANCE):
         raise BadRequest(
             f"teachers combined: {output} of {name}: its rows are no probabilities (they sum to "
             f"{float(sums.min()):.6g} to {float(sums.max()):.6g}); for teachers that serve logits "

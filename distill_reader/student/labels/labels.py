@@ -15,6 +15,7 @@ from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.clients.client import Array
 from distill_reader.student.options import TopK
 
+HAS_NAN = "has NaN: the teacher's model computes no number for a sample: look at it and its inputs"
 _MASS_TOLERANCE = 2e-2  # rounded probabilities may sum to more than 1 by so much
 _NOTHING = 1e4  # so far below the largest logit the probability is 0 at any usual temperature
 
@@ -250,7 +251,9 @@ class Labels:
         is_fine = values.size == 0 or (
             values.min() >= 0 and mass.max() <= 1 + _MASS_TOLERANCE and mass.min() > 0
         )
-        if not is_fine:  # NaN, too
+        if np.isnan(mass).any():
+            raise BadRequest(f"{name}: {HAS_NAN}")
+        if not is_fine:
             raise BadRequest(
                 f"{name}: its largest values are no probabilities (they sum to "
                 f"{float(mass.min()):.6g} to {float(mass.max()):.6g}); for a teacher that serves "

@@ -324,7 +324,7 @@ def test_the_mean_of_probabilities_is_one_of_probabilities():
     ("other", "words"),
     [
         (np.array([[2.0, 1.0]], np.float32), "score of b: its rows are no probabilities"),
-        (np.array([[np.nan, 1.0]], np.float32), "score of b: its rows are no probabilities"),
+        (np.array([[np.nan, 1.0]], np.float32), "score of b: has NaN: .* its inputs"),
         (np.array([[1, 0]]), "score of b is int64: a mean is of floats"),
         (np.array([[1.0, 0.0, 0.0]]), r"score of b has shape \[3\] per sample, that of a \[2\]"),
     ],

@@ -129,7 +129,7 @@ def test_many_classes_have_indices_of_four_bytes():
     [
         ([[[3.0, 2.0]], [[0, 1]]], "no probabilities .*of='logits'"),
         ([[[-0.1, 0.2]], [[0, 1]]], "no probabilities"),
-        ([[[np.nan, 0.2]], [[0, 1]]], "no probabilities"),
+        ([[[np.nan, 0.2]], [[0, 1]]], "^score: has NaN: .* its inputs"),
         ([[[0.0, 0.0]], [[0, 1]]], "no probabilities"),
         ([[[0.5, 0.2]], [[0, 20]]], "a class beyond the 20"),
     ],

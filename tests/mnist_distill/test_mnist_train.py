@@ -21,7 +21,7 @@ PROGRAM = FOLDER / "train_with_fleet.py"
 SMALL = ("--labelled=60", "--num_epochs=3", "--test_epochs=3", "--batch_size=30", "--fetch_steps=1")
 ACCURACY = re.compile(r"^The classification accuracy is ([\d.]+)%$", re.M)
 
-pytestmark = pytest.mark.timeout(300)  # seconds: several programs, on a busy machine
+pytestmark = pytest.mark.timeout(900)  # seconds: several programs, on a busy machine
 
 
 def environment(**more: str) -> dict[str, str]:

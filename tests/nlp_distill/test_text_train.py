@@ -17,7 +17,7 @@ FOLDER = ROOT / "nlp_distill"
 STUDENT = FOLDER / "train_student.py"
 ACCURACY = re.compile(r"^accuracy on (\d+) test texts: ([\d.]+)%$", re.M)
 
-pytestmark = pytest.mark.timeout(300)  # seconds: several programs, on a busy machine
+pytestmark = pytest.mark.timeout(900)  # seconds: several programs, on a busy machine
 
 
 def start(*command: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from options import parse
 
 from tests.resnet50.test_train import FOLDER, environment, scores_in, start, train
 
-pytestmark = pytest.mark.timeout(300)  # seconds: several programs, on a busy machine
+pytestmark = pytest.mark.timeout(900)  # seconds: several programs, on a busy machine
 
 TEACH = "--use_distill_service=True"
 SCRIPTS = FOLDER / "scripts"

@@ -15,7 +15,7 @@ from pod_runtime.trainer.tensorboard.event_file import read_scalars
 from tests import warm
 from tests.support import ROOT
 
-pytestmark = pytest.mark.timeout(300)  # most tests start programs that import Paddle
+pytestmark = pytest.mark.timeout(900)  # most tests start programs that import Paddle
 
 FOLDER = ROOT / "resnet50"
 PROGRAM = FOLDER / "train_with_fleet.py"
@@ -225,7 +225,7 @@ def test_imagenet_is_trained_by_the_recipe_where_it_is_named(tmp_path):
 
 
 @pytest.mark.slow  # a minute of both cores; other tests change pods with small networks
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_pods_that_change_leave_one_training(tmp_path, monkeypatch):
     """Two pods, then one, as the benchmark of accuracy asks for it: real processes."""
     monkeypatch.setattr(accuracy, "SIZES", (2, 1))

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from distill_reader.balance.assign import count_moves
 from distill_reader.balance.registry.registry import Registry, RegistryUnavailable
@@ -239,14 +240,17 @@ class Balancer:
     def _is_recovering(self, name: str, service: ServiceState, now: float) -> bool:
         """Return whether to wait for teachers to come back.
 
-        Students that report teachers unknown to the registry are the sign of it: the registry has
-        lost its data, or teachers had no server to renew their leases at, and this one is new.
+        Students that report teachers unknown to the registry, or a table that has such, are the
+        sign of it: the registry has lost its data, or teachers had no server to renew their leases
+        at, and this one is new.
         """
         is_new = self._began_s is None or now - self._began_s < _RECOVERY_S
         if service.table is not None and not is_new:
             self._recovers_until_s.pop(name, None)
             return False
-        if not any(set(student.held) - service.teachers for student in service.students.values()):
+        tabled = () if service.table is None else service.table.links.values()
+        held = (student.held for student in service.students.values())
+        if service.teachers.issuperset(chain(*held, *tabled)):
             return False
         return now < self._recovers_until_s.setdefault(name, now + _RECOVERY_S)
 

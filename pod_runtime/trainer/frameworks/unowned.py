@@ -1,6 +1,6 @@
 """Watch the model's trainable parameters that no optimizer has: they must not change.
 
-And that the model gets no others: no state could carry them.
+And that the model gets no others: no state could carry them, or no optimizer would step them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -41,6 +41,8 @@ class UnownedParameters:
         self._remedy = remedy
         before = owned()
         self._known = set(names())
+        self._read_named = named_parameters
+        self._built = {id(each): each for _name, each in named_parameters()}  # their ids stay taken
         self._named = [(name, each) for name, each in named_parameters() if id(each) not in before]
         self._marks: dict[str, Any] | None = None  # None: not noted
 
@@ -62,7 +64,7 @@ class UnownedParameters:
         """Check that they are as they were noted, and that the model has got no others.
 
         Raises:
-            UsageError: the script has changed one, or the model has a new one.
+            UsageError: the script has changed one, or the model has a new one, also in its place.
         """
         new = [name for name in self._read_names() if name not in self._known]
         if new:
@@ -72,6 +74,13 @@ class UnownedParameters:
                 f"optimizer has that, and no state can carry it. Build all of them, or give the "
                 f"model a first batch, before you make the optimizer and the Loop"
             )
+        others = [
+            name
+            for name, each in self._read_named()
+            if id(each) not in self._built and self._is_trained(each)
+        ]
+        if others:
+            raise UsageError(other_parameters(others))
         if self._marks is None or not self._named:
             return
         now = self._read()
@@ -104,6 +113,18 @@ def check_noted(names: Iterable[str]) -> None:
             f"its share of the batch. Where the gradient of an input alone is wanted, as for an "
             f"adversarial one, take it by torch.autograd.grad or paddle.grad"
         )
+
+
+def other_parameters(names: Sequence[str]) -> str:
+    """Return why parameters that stand in the place of others are refused."""
+    return (
+        f"model: its {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} is another parameter "
+        f"than when the Loop was made, as where a new layer takes a layer's place: the optimizer "
+        f"steps the old one, and a trainer that starts later builds that. Give new values to the "
+        f"old one (reset_parameters, under no_grad), or build all layers before the optimizer and "
+        f"the Loop, and have an attribute say which one is used, or go on with the new one in a "
+        f"second Loop, with a checkpoint= of its own"
+    )
 
 
 def sparse_gradient(name: str) -> str:

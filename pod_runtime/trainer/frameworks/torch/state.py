@@ -24,7 +24,7 @@ from pod_runtime.trainer.frameworks.torch.tensors import (
     to_plain,
 )
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits, has_extra_state
-from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters, other_parameters
 from pod_runtime.trainer.layout import StateLayout, StateTensor
 
 _LAYER = "layer "  # begins the name of what a layer keeps beside its tensors
@@ -271,11 +271,17 @@ class TorchOptimizer:
             scheduler.load_state_dict(from_plain(state))
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        return [
-            (self._names[id(each)], each)
-            for group in self._optimizer.param_groups
-            for each in group["params"]
-        ]
+        """
+        Raises:
+            UsageError: the script has put another one in the place of one of them.
+        """
+        found = []
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                if id(each) not in self._names:
+                    raise UsageError(other_parameters([f"parameter of {list(each.shape)}"]))
+                found.append((self._names[id(each)], each))
+        return found
 
     def _numbers(self) -> dict[str, Any]:
         return {

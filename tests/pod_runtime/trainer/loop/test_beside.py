@@ -30,6 +30,9 @@ class Torch:
     def sgd(self, model: Any) -> Any:
         return self.torch.optim.SGD(model.parameters(), lr=0.1)
 
+    def linear(self) -> Any:
+        return self.torch.nn.Linear(4, 1)
+
     def no_grad(self) -> Any:
         return self.torch.no_grad()
 
@@ -65,6 +68,9 @@ class Paddle:
 
     def sgd(self, model: Any) -> Any:
         return self.paddle.optimizer.SGD(0.1, parameters=model.parameters())
+
+    def linear(self) -> Any:
+        return self.paddle.nn.Linear(4, 1)
 
     def no_grad(self) -> Any:
         return self.paddle.no_grad()
@@ -169,12 +175,16 @@ def train(
     model: Any,
     *,
     epochs: int = 2,
+    optimizer: Any = None,
+    before_epoch: Callable[[Any], None] = lambda _epoch: None,
     after_update: Callable[[Any], None] = lambda _step: None,
     after_shard: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> None:
-    loop = elastic.Loop(model, kit.sgd(model), DATA, epochs=epochs, batch_size=8, **options)
+    optimizer = kit.sgd(model) if optimizer is None else optimizer
+    loop = elastic.Loop(model, optimizer, DATA, epochs=epochs, batch_size=8, **options)
     for epoch in loop.epochs():
+        before_epoch(epoch)
         for step in epoch:
             for batch in step:
                 step.backward((model(batch) ** 2).mean())
@@ -224,6 +234,42 @@ def test_a_model_of_the_loop_may_be_frozen_as_a_whole(kit):
                 step.backward(((model(batch) - frozen(batch)) ** 2).mean())
             step.update()
     assert loop.step_count == 3
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_put_in_anothers_place_is_refused_as_nobody_would_train_it(kit, caplog, is_frozen):
+    model, epochs = kit.net(), []
+
+    def replace(epoch: Any) -> None:
+        epochs.append(epoch.number)
+        if epoch.number == 1:
+            model[2] = kit.freeze(kit.linear()) if is_frozen else kit.linear()
+
+    def run() -> None:
+        with caplog.at_level(logging.WARNING):
+            train(kit, model, epochs=3, before_epoch=replace)
+
+    if is_frozen:  # it is not to be trained
+        run()
+        assert "parameter 2.weight, which is another one now" in caplog.text
+        return
+    with pytest.raises(UsageError, match=r"its 2\.weight, 2\.bias is another .*second Loop"):
+        run()
+    assert epochs == [0, 1]
+
+
+def test_a_layer_given_to_the_optimizer_in_anothers_place_is_refused():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def replace(epoch: Any) -> None:
+        if epoch.number == 1:
+            model[1] = torch.nn.Linear(4, 1)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    with pytest.raises(UsageError, match=r"is another parameter than when the Loop was made"):
+        train(Torch(), model, optimizer=optimizer, before_epoch=replace)
 
 
 @pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer"])

@@ -39,6 +39,7 @@ class Beside:
         fingerprint: Callable[[Any], float],
         is_trained: Callable[[Any], bool],
         checks: Mapping[type, Callable[[Any], None]] | None = None,
+        checks_of_later: Mapping[type, Callable[[Any], None]] | None = None,
     ) -> None:
         """
         Args:
@@ -49,8 +50,10 @@ class Beside:
             is_trained: whether a parameter is.
             checks: by their type, of other objects of the process, also of types derived from it;
                 they raise UsageError.
+            checks_of_later: the same, of objects that were not there at the first look.
         """
-        self._checks = checks or {}
+        self._checks, self._checks_of_later = checks or {}, checks_of_later or {}
+        self._there: weakref.WeakSet[Any] = weakref.WeakSet()  # at the first look
         self._models, self._extra, self._model_type = models, extra, model_type
         self._address, self._fingerprint, self._is_trained = address, fingerprint, is_trained
         # By id: a reference that tells whether it is still the same, and marks of its tensors.
@@ -91,6 +94,9 @@ class Beside:
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
         shapes = list(self._shapes()) if copies else []
         objects = self._objects(copies=copies)
+        if not self._looks:
+            later = tuple(self._checks_of_later)
+            self._there.update(each for each in objects if issubclass(type(each), later))
         if self._failing_check(objects) is not None:
             objects.clear()
             gc.collect()  # it may be one that nothing but itself refers to any more
@@ -129,16 +135,18 @@ class Beside:
         wanted = {
             kind
             for kind in set(map(type, objects))
-            if issubclass(kind, (self._model_type, *self._checks))
+            if issubclass(kind, (self._model_type, *self._checks, *self._checks_of_later))
             or (copies and (kind in _CONTAINERS or is_of_script(kind.__module__)))
         }
         return [each for each in objects if type(each) in wanted]
 
     def _failing_check(self, objects: list[Any]) -> UsageError | None:
         """Return what is wrong with one of these objects; None: nothing."""
-        for base, check in self._checks.items():
+        of_all = [(base, check, False) for base, check in self._checks.items()]
+        of_later = [(base, check, True) for base, check in self._checks_of_later.items()]
+        for base, check, is_of_later in (*of_all, *of_later):
             for each in objects:
-                if issubclass(type(each), base):
+                if issubclass(type(each), base) and not (is_of_later and each in self._there):
                     try:
                         check(each)
                     except UsageError as error:

@@ -127,6 +127,24 @@ def other_parameters(names: Sequence[str]) -> str:
     )
 
 
+def check_later_optimizer(kind: str, parameters: Collection[int], known: Collection[int]) -> None:
+    """Check that an optimizer that a script has made while it trains is not of the loop's models.
+
+    Args:
+        parameters: ids of the optimizer's; `known`: of the models'.
+
+    Raises:
+        UsageError: it is; no update would step it.
+    """
+    if not set(known).isdisjoint(parameters):
+        raise UsageError(
+            f"optimizer: another one ({kind}), of parameters of the loop's model, was made as the "
+            f"training went on, and step.update() steps the one that the Loop was made with. Set "
+            f"the learning rate and the options of that one instead, or go on with the new one in "
+            f"a second Loop, with a checkpoint= of its own. One that is used no more: del it"
+        )
+
+
 def sparse_gradient(name: str) -> str:
     """Return why the sparse gradient of a parameter is refused."""
     return (

@@ -16,11 +16,16 @@ from pod_runtime.trainer.frameworks.paddle.checks import (
 from pod_runtime.trainer.frameworks.paddle.data import PaddleData
 from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers, trained_parameters
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
-from pod_runtime.trainer.frameworks.paddle.state import PaddleState, terms_of
+from pod_runtime.trainer.frameworks.paddle.state import (
+    PaddleState,
+    optimizer_parameters,
+    terms_of,
+)
 from pod_runtime.trainer.frameworks.paddle.step import PaddleStep
 from pod_runtime.trainer.frameworks.paddle.tensors import address, fingerprint
 from pod_runtime.trainer.frameworks.plain_values import as_list
 from pod_runtime.trainer.frameworks.several_optimizers import SeveralOptimizers
+from pod_runtime.trainer.frameworks.unowned import check_later_optimizer
 
 
 def paddle_framework(
@@ -92,6 +97,13 @@ def paddle_framework(
             fingerprint=fingerprint,
             is_trained=lambda each: not each.stop_gradient,
             checks={paddle.incubate.ModelAverage: lambda each: check_average(each, model)},
+            checks_of_later={
+                paddle.optimizer.Optimizer: lambda each: check_later_optimizer(
+                    type(each).__name__,
+                    {id(one) for one in optimizer_parameters(each)},
+                    {id(one) for one in model.parameters()},
+                )
+            },
         ),
         step=step,
         data=PaddleData(),

@@ -14,6 +14,7 @@ from pod_runtime.trainer.frameworks.torch.checks import (
     check_arguments,
     check_scaler,
     check_scheduler,
+    owned_parameters,
     trained_parameters,
     unowned_parameters,
     warn_of_hooks,
@@ -24,6 +25,7 @@ from pod_runtime.trainer.frameworks.torch.group import TorchGroup
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
 from pod_runtime.trainer.frameworks.torch.tensors import address, fingerprint, give_own_memory
+from pod_runtime.trainer.frameworks.unowned import check_later_optimizer
 
 
 def import_the_rest() -> None:
@@ -108,6 +110,11 @@ def torch_framework(
                     each, optimizers, schedulers
                 ),
                 torch.amp.GradScaler: lambda each: check_scaler(each, scaler),
+            },
+            checks_of_later={
+                torch.optim.Optimizer: lambda each: check_later_optimizer(
+                    type(each).__name__, owned_parameters(each), set(map(id, model.parameters()))
+                )
             },
         ),
         step=step,

@@ -272,6 +272,32 @@ def test_a_layer_given_to_the_optimizer_in_anothers_place_is_refused():
         train(Torch(), model, optimizer=optimizer, before_epoch=replace)
 
 
+def test_an_optimizer_that_is_made_later_is_refused_as_nobody_would_step_it(kit):
+    model, made = kit.net(), []
+
+    def make(epoch: Any) -> None:
+        if epoch.number == 1:
+            made.append(kit.sgd(model))
+
+    with pytest.raises(UsageError, match=r"another one \(SGD\).* was made .*second Loop"):
+        train(kit, model, epochs=3, before_epoch=make)
+    assert len(made) == 1
+
+
+def test_an_optimizer_that_was_made_before_or_of_another_model_may_be_there(kit):
+    model, other = kit.net(), kit.net()
+    for_later = kit.sgd(model)  # for a loop that comes after this one
+    made = []
+
+    def make(_epoch: Any) -> None:
+        made.append(kit.sgd(other))
+        kit.sgd(model)  # which is gone
+
+    train(kit, model, epochs=3, before_epoch=make)
+    train(kit, model, epochs=3, optimizer=for_later)
+    assert len(made) == 3
+
+
 @pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer"])
 def test_paddles_model_average_is_refused_by_name(passed: str):
     """It is told of gradients after an update, where the loop has cleared them."""

@@ -319,7 +319,9 @@ class Launcher:
             f"two processes of the script have made a Loop, pid {before.peer_pid} and "
             f"{now.peer_pid}, and both would be rank {rank}: the launcher starts a process for "
             f"each trainer. Call the function that trains once, without "
-            f"torch.multiprocessing.spawn and the like"
+            f"torch.multiprocessing.spawn and the like. Where workers of a DataLoader start by "
+            f"spawn or forkserver, which run the script again, write what trains under "
+            f"if __name__ == '__main__':"
         )
         error = TrainerError(chain=(RaisedError(types=(_USAGE_ERROR, "Exception"), text=text),))
         evidence, _ = self._evidence(self._pool.get(name), killed=False)

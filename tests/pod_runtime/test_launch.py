@@ -557,6 +557,7 @@ def test_two_processes_of_a_script_that_would_be_one_trainer_are_refused(
     assert failed.error.chain[0].types[0] == f"{UsageError.__module__}.{UsageError.__name__}"
     assert "two processes of the script have made a Loop" in failed.reason
     assert "without torch.multiprocessing.spawn" in failed.reason
+    assert "forkserver, which run the script again" in failed.reason
 
 
 def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):

@@ -74,6 +74,11 @@ def to_plain(name: str, value: Any, of_tensor: Callable[[Any], Any]) -> Any:
         return marked("tuple", [inner(item) for item in value])
     if isinstance(value, list):
         return [inner(item) for item in value]
+    if hasattr(value, "detach"):
+        raise StateError(
+            f"{name}: tensors within a list or a dict cannot be stored; use what keeps each under "
+            f"a name of its own"
+        )
     raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
 
 

@@ -102,7 +102,7 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer: {type(optimizer).__name__} holds a {type(inner[0]).__name__}, whose state "
             f"would be lost when trainers change; pass that optimizer itself"
         )
-    if type(optimizer).__name__ == "LBFGS":
+    if any(each.__name__ == "LBFGS" for each in type(optimizer).__mro__):
         raise UsageError(
             "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
             "optimizers that take the gradients as they are"

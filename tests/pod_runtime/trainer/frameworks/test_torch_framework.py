@@ -1049,6 +1049,26 @@ def test_an_optimizer_around_another_one_is_refused():
         torch_framework(model, optimizer, header_size=HEADER)
 
 
+class OwnLBFGS(torch.optim.LBFGS):
+    """As scripts derive one."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, OwnLBFGS])
+def test_an_optimizer_that_computes_the_loss_itself_is_refused(kind):
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="optimizer: LBFGS computes the loss itself"):
+        torch_framework(model, kind(model.parameters()), header_size=HEADER)
+
+
+def test_an_optimizer_that_keeps_lists_of_tensors_is_told_by_name():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    framework = torch_framework(model, optimizer, header_size=HEADER)
+    optimizer.state[model.weight]["factors"] = [torch.eye(2), torch.eye(2)]
+    with pytest.raises(StateError, match=r"weight\.factors: tensors within a list .* of its own"):
+        framework.state.scalars()
+
+
 EXTRAS = [
     (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "'x' is an optimizer"),
     (lambda m: nn.Linear(2, 2), "a trainable parameter"),

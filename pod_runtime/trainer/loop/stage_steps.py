@@ -114,6 +114,9 @@ class StageSteps:
         done = self.cursor.global_step
         is_over, is_first = stage.progress.epoch_is_over, done <= _FIRST_STEPS
         is_for_checkpoint = result.request.snapshot >= MUST
+        if self.cursor.step == 1 and not is_first:
+            # What the script replaces above an epoch's steps: a change may come before its end.
+            self._check_script()
         if is_over or is_first or is_for_checkpoint or done % _CHECKED_EVERY == 0:
             self._check_script()
             if done == _FIRST_STEPS:

@@ -238,7 +238,8 @@ def test_a_model_of_the_loop_may_be_frozen_as_a_whole(kit):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_layer_put_in_anothers_place_is_refused_as_nobody_would_train_it(kit, caplog, is_frozen):
-    model, steps = kit.net(), []
+    model = kit.net()
+    steps: list[Any] = []
 
     def replace(epoch: Any) -> None:
         if epoch.number == 1:

@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         pod_path=cwd / args.pod_path,
         keep_folders=_keep_folders(args.keep_folders),
         server_url=url,
-        environ=dict(environ),
+        environ=_of_pods(environ, cwd),
         script=args.script,
         script_args=tuple(args.args),
         package_sh=package_sh,
@@ -135,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     add("script", nargs="?", help="training script, run by bash in the pod's folder")
     add("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def _of_pods(environ: Mapping[str, str], cwd: Path) -> dict[str, str]:
+    """Return what pods start from: in other folders, where a relative path leads elsewhere."""
+    certificates = environ.get("SSL_CERT_FILE")  # by which launchers, too, know their server
+    return {**environ, **({"SSL_CERT_FILE": str(cwd / certificates)} if certificates else {})}
 
 
 def _server_url(text: str | None) -> str:

@@ -106,7 +106,10 @@ trouble="" refused=0
 trouble="$(server_answers "$server" ${token_file:+"$token_file"})" || refused=$?
 case "$refused" in
     0) ;;
-    1) say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh" ;;
+    1)
+        say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh"
+        say "  ($trouble)" # one that runs may have a certificate that nobody here trusts
+        ;;
     4)
         say "The job server at $server wants its token. If start_job_server.sh made it, it is in edl_run/token there:"
         say "copy that to $state/token here (chmod 600 it), or name it (--token_file, EDL_TOKEN_FILE, EDL_TOKEN)."

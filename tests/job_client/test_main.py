@@ -312,6 +312,14 @@ def test_the_flags_of_the_original_mean_what_they_did(tmp_path):
     assert config.server_url == "http://10.0.0.1:8180"
 
 
+def test_certificates_at_a_relative_path_are_found_by_pods_which_run_elsewhere(tmp_path):
+    (tmp_path / "train.sh").touch()
+    config = parse_args(["train.sh"], {"SSL_CERT_FILE": "certs/ca.pem"}, tmp_path)
+    assert config.environ["SSL_CERT_FILE"] == str(tmp_path / "certs/ca.pem")
+    config = parse_args(["train.sh"], {"SSL_CERT_FILE": "/etc/ca.pem"}, tmp_path)
+    assert config.environ["SSL_CERT_FILE"] == "/etc/ca.pem"
+
+
 def test_what_names_no_server_is_refused(tmp_path):
     (tmp_path / "train.sh").touch()
     with pytest.raises(SetupError, match="--job_server: 'host:port' is no server's URL"):

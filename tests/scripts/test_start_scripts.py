@@ -15,6 +15,7 @@ import pytest
 
 from job_server.api.api_client import ApiClient
 from tests import stranger
+from tests.authority import make_authority
 from tests.support import ROOT, free_port, wait_until
 
 SERVER = ROOT / "scripts" / "start_job_server.sh"
@@ -465,6 +466,22 @@ class _Stranger(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def test_a_client_that_waits_for_a_server_with_an_unknown_certificate_says_so(
+    run: Run, tmp_path: Path
+):
+    script = tmp_path / "train.sh"
+    script.write_text("true\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as proxy:
+        context = make_authority(tmp_path).context()
+        proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        url = f"https://localhost:{proxy.server_address[1]}"
+        waits = run(CLIENT, "--job_server", url, str(script))
+        proxy.shutdown()
+    assert "certificate verify failed" in waits.stderr
+    assert "SSL_CERT_FILE" in waits.stderr
 
 
 def test_a_client_does_not_wait_for_a_server_that_is_somebody_elses(run: Run, tmp_path: Path):

@@ -22,7 +22,13 @@ from job_client.devices.gpus import find_inventory
 from job_client.errors import JobClientError, SetupError
 from job_client.preemption import check as check_notice
 from job_server.api.api_client import ApiClient, server_url
-from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token, token_in
+from job_server.api.command_line import (
+    DEFAULT_SERVER,
+    OptionParser,
+    read_token,
+    token_in,
+    token_now,
+)
 from job_server.api.errors import ConfigError
 from job_server.api.local_servers import find_server
 from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id
@@ -238,9 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.cpu_slots, config.visible_gpus, partial(is_ours, client_dir.marker)
         )
         inventory.watch()
-        agent = Agent(
-            config, client_dir, inventory, lambda: ApiClient(config.server_url, config.token)
-        )
+        agent = Agent(config, client_dir, inventory, lambda: _connect(config))
         install_signals(agent, keep_pods=config.keep_pods)
         return agent.run()
     except SetupError as error:
@@ -251,6 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         client_dir.close()
+
+
+def _connect(config: ClientConfig) -> ApiClient:
+    return ApiClient(config.server_url, token_now(config.token_file, config.token))
 
 
 def is_ours(marker: str, pid: int) -> bool:

@@ -14,7 +14,14 @@ from typing import Protocol
 from job_client import ports
 from job_client.errors import FatalError, JobClientError, SetupError
 from job_server.api.backoff import Backoff
-from job_server.api.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
+from job_server.api.errors import (
+    Conflict,
+    JobServerError,
+    NotFound,
+    Rejected,
+    Retryable,
+    Unauthorized,
+)
 from job_server.api.wire import (
     Acknowledgement,
     JobKind,
@@ -200,6 +207,8 @@ class NodeLink:
             except Rejected as error:
                 self._refused(error)
                 self._closing.wait(max(1.0, backoff.next_s()))
+                if isinstance(error, Unauthorized):
+                    api = self._make_api()  # the token's file may have the server's new one
 
     def _next_plan(self, api: NodeApi) -> None:
         known = self._current()
@@ -302,6 +311,8 @@ class NodeLink:
             except Rejected as error:
                 logger.warning("the server refuses a report: %s", error)
                 self._closing.wait(1.0)
+                if isinstance(error, Unauthorized):
+                    api = self._make_api()
                 continue
             if beat:
                 next_beat = sent_at + plan.heartbeat_s

@@ -7,7 +7,6 @@ a fixed number of pods of one slot each: it starts a job server and a job client
 """
 
 import argparse
-import functools
 import logging
 import os
 import shlex
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from job_server.api.api_client import ApiClient
-from job_server.api.command_line import OptionParser, task_token, token_in
+from job_server.api.command_line import OptionParser, task_token, token_in, token_now
 from job_server.api.errors import ConfigError
 from pod_runtime.env import JOB_ARGS, TASK_TOKEN, EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
@@ -122,7 +121,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             preload=tuple(name for name in args.preload.split(",") if name),
             keep_logs=args.keep_logs,
         )
-        connect = functools.partial(ApiClient, pod_env.job_server, token)
+
+        def connect() -> ApiClient:
+            return ApiClient(pod_env.job_server, token_now(token_file, token))
+
         try:
             connect().close()  # it connects later: this only checks the URL
         except ValueError as error:

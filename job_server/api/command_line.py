@@ -1,6 +1,7 @@
 """What command lines share: how they refuse, tokens, flags of several of them, the version."""
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -120,6 +121,14 @@ def token_in(path: Path, named_by: str, *, private: bool = False) -> str:
     if private and open_to_others:
         raise ConfigError(f"{named_by}: {path} can be read by others; chmod 600 it")
     return _checked(text, f"{named_by}: {path}")
+
+
+def token_now(path: Path | None, before: str | None) -> str | None:
+    """Return the token as a file has it by now; `before` where there is no file, or none in it."""
+    if path is not None:
+        with contextlib.suppress(ConfigError):  # it is about to be written
+            return token_in(path, "token")
+    return before
 
 
 def make_token() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from job_server.api.backoff import Backoff
-from job_server.api.errors import Gone, NotFound, Rejected, Retryable
+from job_server.api.errors import Gone, NotFound, Rejected, Retryable, Unauthorized
 from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,7 @@ class ServerLink:
 
     def _poll(self) -> None:
         api, backoff, known, away = self._connect(), _backoff(), False, False
+        refused = ""  # why, as it was logged last
         while not self._closed.is_set():
             try:
                 self._attach_again.clear()
@@ -126,7 +127,7 @@ class ServerLink:
                 self._server_id = orders.server_id
                 if away or not known:
                     logger.info("attached to server %s", orders.server_id)
-                known, away = True, False
+                known, away, refused = True, False, ""
                 backoff.reset()
                 self._deliver(AttachAnswered(orders))
                 self._follow(api, orders)
@@ -142,7 +143,11 @@ class ServerLink:
                 if not known:
                     self._deliver(LauncherRefused(str(error)))
                     return
-                logger.error("the job server refuses us, training goes on: %s", error)
+                if str(error) != refused:
+                    logger.error("the job server refuses us, training goes on: %s", error)
+                refused = str(error)
+                if isinstance(error, Unauthorized):
+                    api = self._connect()  # the token's file may have the server's new one
             self._closed.wait(backoff.next_s())
 
     def _follow(self, api: JobServerApi, orders: PodOrders) -> None:
@@ -181,6 +186,9 @@ class ServerLink:
                 self._done(name, report)
             except Retryable:
                 self._closed.wait(backoff.next_s())
+            except Unauthorized:  # the other thread says so
+                self._closed.wait(backoff.next_s())
+                api = self._connect()
             except Rejected as error:
                 logger.error("a report was refused: %s: %s", report.kind.value, error)
                 self._done(name, report)

@@ -39,6 +39,7 @@ class FakeServer:
         self._away = False
         self.nodes: list[Node] = []  # every registration, the newest last
         self.reports: list[NodeReport] = []
+        self.token = ""  # that it wants, where it is behind real HTTP; "": none
         self.refuse: Exception | None = None  # raised to whoever registers
         self.refuse_reports: Exception | None = None  # raised to whoever reports
         self.refusals_left: int | None = None  # None: for ever

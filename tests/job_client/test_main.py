@@ -15,7 +15,7 @@ import pytest
 
 from job_client.__main__ import is_ours, parse_args
 from job_client.errors import SetupError
-from job_server.api.errors import JobServerError, Rejected
+from job_server.api.errors import JobServerError, Rejected, Unauthorized
 from job_server.api.local_servers import listed
 from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
 from pod_runtime import env, processes
@@ -53,6 +53,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, call: Callable[[], object]) -> None:
         try:
+            if self.fake.token and self.headers["Authorization"] != f"Bearer {self.fake.token}":
+                raise Unauthorized("Authorization: expected the server's token")
             status, value = 200, call()
         except Rejected as error:
             status, value = error.status, {"error": str(error)}
@@ -318,6 +320,23 @@ def test_certificates_at_a_relative_path_are_found_by_pods_which_run_elsewhere(t
     assert config.environ["SSL_CERT_FILE"] == str(tmp_path / "certs/ca.pem")
     config = parse_args(["train.sh"], {"SSL_CERT_FILE": "/etc/ca.pem"}, tmp_path)
     assert config.environ["SSL_CERT_FILE"] == "/etc/ca.pem"
+
+
+def test_where_the_server_has_another_token_it_is_read_again(server, url, start_program, tmp_path):
+    token, server.token = tmp_path / "token", "of-last-year"
+    token.write_text(server.token)
+    start_program("--job_server", url, "--token_file", "token", script(tmp_path, "sleep 600"))
+    server.want_until(PodPhase.RUNNING, pod())
+    server.token = "of-this-year"
+    server.come_back()
+    log = tmp_path / "pod_log" / "job_client.log"
+    wait_until(lambda: "refuses this node" in log.read_text(), what="it is refused")
+    token.write_text("")  # a moment in which it is none
+    nodes, reports = len(server.nodes), len(server.reports)
+    token.write_text(server.token)
+    wait_until(lambda: len(server.nodes) > nodes, what="it registers")
+    wait_until(lambda: len(server.reports) > reports, what="it reports")
+    server.want_until(PodPhase.RUNNING, pod(), pod("pod_1_0", slots=(1,)))
 
 
 def test_what_names_no_server_is_refused(tmp_path):

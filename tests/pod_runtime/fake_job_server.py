@@ -71,6 +71,7 @@ class FakeJobServer:
         self.reports: list[PodReport] = []
         self.attaches: list[Attach] = []
         self.gone = False
+        self.token = ""  # that it wants; "": none
         self.server_id = "server-1"
         self._plans: tuple[StagePlan, ...] = ()
         self._leave = False
@@ -160,6 +161,9 @@ class FakeJobServer:
     def _answer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
         url = urlsplit(handler.path)
         verb = url.path.rsplit("/", 1)[-1]
+        if self.token and handler.headers["Authorization"] != f"Bearer {self.token}":
+            self._send(handler, 401, {"error": "Authorization: expected the server's token"})
+            return
         if verb == "attach":
             self.attaches.append(decode(Attach, json.loads(body)))
         elif verb == "report":

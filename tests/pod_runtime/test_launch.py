@@ -89,9 +89,9 @@ class PodUnderTest:
             timeout=60,
         )
 
-    def train(self, *args: str) -> None:
+    def train(self, *args: str, **environ: str) -> None:
         """Start, and be told alone to train as stage 1, to its first step."""
-        self.start(*args)
+        self.start(*args, **environ)
         start_stage(self.server, 1, self)
 
     def part(self, pod_rank: int = 0, first_rank: int = 0) -> PlanPod:
@@ -636,6 +636,23 @@ def test_a_restarted_server_hears_again_what_its_predecessor_was_told(server, ma
     server.restart("server-2")
     server.wait_told(ReportKind.DRAINED, 1)
     assert server.attaches[-1].phase is PodStagePhase.PARKED
+
+
+def test_where_the_server_has_another_token_it_is_read_again(server, make_pod, tmp_path):
+    token, server.token = tmp_path / "token", "of-last-year"
+    token.write_text(server.token)
+    pod = make_pod()
+    pod.train(EDL_TOKEN_FILE=str(token))
+    server.stop()
+    server.token = "of-this-year"
+    server.restart("server-2")
+    wait_until(lambda: "the job server refuses us" in pod.console(), what="it is refused")
+    attaches, reports = len(server.attaches), len(server.reports)
+    token.write_text("of")  # a moment in which it is none
+    token.write_text(server.token)
+    wait_until(lambda: len(server.attaches) > attaches, what="it attaches")
+    wait_until(lambda: len(server.reports) > reports, what="it reports")
+    assert pod.console().count("the job server refuses us") == 1
 
 
 def test_a_pod_that_is_not_wanted_ends_its_trainers_and_exits(server, make_pod):

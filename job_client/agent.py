@@ -1,5 +1,6 @@
 """Keep this node's pods as the server's plan wants them: compare, act, report, repeat."""
 
+import contextlib
 import logging
 import math
 import os
@@ -43,6 +44,7 @@ from job_server.api.wire import (
     is_same_job,
 )
 from pod_runtime import env, processes
+from pod_runtime.network import interface_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ class Agent:
         self._context = PodContext(
             config=config,
             node_id=self._node_id,
-            addr=self._addr,
+            addr=self._address,
             marker=client_dir.marker,
             inventory=inventory,
             token_file=token_file,
@@ -138,6 +140,7 @@ class Agent:
             raise SetupError(f"this node cannot be registered: {error}") from None
         callbacks = Callbacks(
             node=self._node,
+            address=self._address,
             plan=self._take_plan,
             report=self._report,
             reported=self._note_reported,
@@ -236,7 +239,7 @@ class Agent:
         low, high = self._config.port_range or (1024, 65535)  # or: the link knows the block
         return Node(
             node_id=self._node_id,
-            addr=self._addr,
+            addr=self._address(),
             slots=self._inventory.slots(self._held_slots()),
             port_low=low,
             port_high=high,
@@ -249,6 +252,14 @@ class Agent:
             cpu_milli=self._host.cpu_milli,
             memory_mb=self._host.memory_mb,
         )
+
+    def _address(self) -> str:
+        """Return this node's address: another one where no interface has that of before."""
+        # No network, which may come back as it was; or no descriptor to look with.
+        with contextlib.suppress(SetupError, OSError):
+            if self._config.addr is None and interface_of(self._addr) is None:
+                self._addr = own_address(self._config.server_url)
+        return self._addr
 
     def _take_plan(self, plan: NodePlan) -> None:
         with self._lock:

@@ -107,6 +107,7 @@ class Callbacks:
     """Functions of the agent that the link calls from its threads."""
 
     node: Callable[[], Node]  # what to register; asks the hardware
+    address: Callable[[], str]  # of the node, which may be another one by now
     plan: Callable[[NodePlan], None]
     report: Callable[[bool], NodeReport | None]  # True: with fresh figures; None: say nothing
     reported: Callable[[NodeReport, Acknowledgement], None]  # the server has it
@@ -325,6 +326,8 @@ class NodeLink:
         sent_at = time.monotonic()
         if report is None:
             return sent_at
+        if fresh:
+            self._register_address(api)
         try:
             answer = api.node_report(report)
         except NotFound:
@@ -341,6 +344,15 @@ class NodeLink:
         elif fresh:
             self._register_changes(api)
         return sent_at
+
+    def _register_address(self, api: NodeApi) -> None:
+        """Register again when the node has another address, before the server takes it for back."""
+        with self._lock:
+            node = self._node
+        address = self._do.address()
+        if node is not None and address != node.addr:
+            logger.warning("the address of this node is %s now, and was %s", address, node.addr)
+            self._register(api)
 
     def _register_changes(self, api: NodeApi) -> None:
         """Register again when a slot has become usable or unusable, or a job by folder has come."""

@@ -49,7 +49,7 @@ class PodContext:
 
     config: ClientConfig
     node_id: str
-    addr: str
+    addr: Callable[[], str]  # of the node, as others reach it now
     marker: str
     inventory: Inventory
     token_file: Path | None  # None: the server wants no token
@@ -420,7 +420,7 @@ class PodSupervisor:
             grace_s=self._grace(spec.grace_s),
             token_file=context.token_file,
             service=spec.service,
-            addr=context.addr,
+            addr=context.addr(),
             ports=spec.ports,
             submitted_at=spec.submitted_at,
             args=spec.args,

@@ -12,10 +12,10 @@ from pathlib import Path
 from job_server.api.wire import StagePlan
 from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
 from pod_runtime.launcher.console import Console
-from pod_runtime.launcher.network import interface_of
 from pod_runtime.launcher.spares import Spare, Spares
 from pod_runtime.launcher.state import Key
 from pod_runtime.launcher.trainers import ADAPTERS, TrainerProcess, is_script, with_defaults
+from pod_runtime.network import interface_of
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 

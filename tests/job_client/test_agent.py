@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from job_client import agent
 from job_client.agent import EndMode
 from job_client.client_dir import ClientDir
 from job_client.errors import FatalError, PodStartError, SetupError
@@ -704,6 +705,26 @@ def test_a_wrong_token_ends_the_client(start_client, server):
     client = start_client()
     client.join()
     assert isinstance(client.result, FatalError)
+
+
+def test_a_node_whose_address_changes_says_so(start_client, server, monkeypatch):
+    start_client()
+    wait_until(lambda: server.reports, what="it reports")
+
+    def no_way(_url: str) -> str:
+        raise SetupError("the network is down")
+
+    monkeypatch.setattr(agent, "interface_of", {"10.0.0.7": "eth0"}.get)
+    monkeypatch.setattr(agent, "own_address", no_way)
+    heard = len(server.reports)
+    wait_until(lambda: len(server.reports) > heard + 2, what="it reports")
+    assert len(server.nodes) == 1
+    monkeypatch.setattr(agent, "own_address", lambda _url: "10.0.0.7")
+    wait_until(lambda: len(server.nodes) > 1, what="it registers again")
+    assert server.nodes[1].addr == "10.0.0.7"
+    heard = len(server.reports)
+    wait_until(lambda: len(server.reports) > heard + 2, what="it reports")
+    assert len(server.nodes) == 2
 
 
 def test_two_clients_cannot_share_a_folder(start_client, make_config, server):

@@ -115,6 +115,7 @@ def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behin
     )
     callbacks = Callbacks(
         node=lambda: node,
+        address=lambda: node.addr,
         plan=lambda plan: None,
         report=lambda fresh: NodeReport(node_id="a", pods=()),
         reported=lambda _report, _answer: None,

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from pod_runtime.launcher.network import interface_of
+from pod_runtime.network import interface_of
 
 LOOPBACK = next(
     name

@@ -87,7 +87,8 @@ class Agent:
         self._meter = NodeMeter(self._host, (client_dir.log_dir, config.pod_path))
         self._load: NodeLoad | None = None  # None: not known yet
         self._make_api = make_api
-        self._node_id = config.node_id or client_dir.default_node_id()
+        lives = any(pod_folder.has_shim(each) for each, _ in pod_folder.find(client_dir.pods_dir))
+        self._node_id = config.node_id or client_dir.default_node_id(stays=lives)
         self._addr = config.addr or own_address(config.server_url)
         self._job_id: str | None = None  # None: any job that comes by folder
         jobs_dir = config.jobs_dir

@@ -1,5 +1,6 @@
 """Open a client's log folder: its lock, its marker, its pods."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -57,10 +58,23 @@ class ClientDir:
             path.write_text(marker + "\n")
         return marker
 
-    def default_node_id(self) -> str:
-        """Return an id that two clients on one host do not share and a restart keeps."""
+    def default_node_id(self, *, stays: bool) -> str:
+        """Return an id that two clients on one host do not share and a restart keeps.
+
+        Args:
+            stays: pods of the client before live here, so that its id counts, whatever the host is
+                called by now. Else it does not: the folder may be of another machine's image.
+        """
+        kept = self.log_dir / "node_id"
+        with contextlib.suppress(OSError, ValueError):
+            before = kept.read_text().strip()
+            if stays and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", before):
+                return before
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
-        return f"{host[:80]}-{self.marker[:4]}"
+        made = f"{host[:80]}-{self.marker[:4]}"
+        with contextlib.suppress(OSError):  # a full disk
+            kept.write_text(made + "\n")
+        return made
 
     def close(self) -> None:
         os.close(self._lock)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -705,6 +706,24 @@ def test_a_wrong_token_ends_the_client(start_client, server):
     client = start_client()
     client.join()
     assert isinstance(client.result, FatalError)
+
+
+def test_a_node_keeps_its_id_while_its_pods_live_though_its_host_is_renamed(
+    start_client, server, tmp_path, monkeypatch
+):
+    first = start_client()
+    server.want_until(PodPhase.RUNNING, pod())
+    pid = shim_pid(tmp_path)
+    first.end(EndMode.KEEP)
+    monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
+    second = start_client()
+    wait_until(lambda: len(server.nodes) == 2, what="it registers")
+    assert server.nodes[0].node_id == server.nodes[1].node_id
+    assert not is_gone(pid)
+    second.end()
+    start_client()
+    wait_until(lambda: len(server.nodes) == 3, what="it registers")
+    assert server.nodes[2].node_id.startswith("renamed-")
 
 
 def test_a_node_whose_address_changes_says_so(start_client, server, monkeypatch):

@@ -479,6 +479,7 @@ def test_a_client_that_waits_for_a_server_with_an_unknown_certificate_says_so(
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         url = f"https://localhost:{proxy.server_address[1]}"
         waits = run(CLIENT, "--job_server", url, str(script))
+        run(CLIENT, "--stop")
         proxy.shutdown()
     assert "certificate verify failed" in waits.stderr
     assert "SSL_CERT_FILE" in waits.stderr

@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.cpu_slots, config.visible_gpus, partial(is_ours, client_dir.marker)
         )
         inventory.watch()
-        agent = Agent(config, client_dir, inventory, lambda: _connect(config))
+        agent = Agent(config, client_dir, inventory, partial(_connect, config))
         install_signals(agent, keep_pods=config.keep_pods)
         return agent.run()
     except SetupError as error:

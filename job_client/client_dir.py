@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 from job_client.errors import SetupError
+from job_server.api.wire import check_id
 
 
 class ClientDir:
@@ -68,7 +69,8 @@ class ClientDir:
         kept = self.log_dir / "node_id"
         with contextlib.suppress(OSError, ValueError):
             before = kept.read_text().strip()
-            if stays and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", before):
+            check_id("node_id", before)
+            if stays:
                 return before
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
         made = f"{host[:80]}-{self.marker[:4]}"

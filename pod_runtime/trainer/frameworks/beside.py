@@ -94,15 +94,15 @@ class Beside:
         names = [dict(each.named_parameters()).keys() for each in self._models] if copies else []
         shapes = list(self._shapes()) if copies else []
         objects = self._objects(copies=copies)
-        if not self._looks:
-            later = tuple(self._checks_of_later)
-            self._there.update(each for each in objects if issubclass(type(each), later))
         if self._failing_check(objects) is not None:
             objects.clear()
             gc.collect()  # it may be one that nothing but itself refers to any more
             objects = self._objects(copies=copies)
             if (error := self._failing_check(objects)) is not None:
                 raise error
+        if not self._looks:
+            later = tuple(self._checks_of_later)
+            self._there.update(each for each in objects if issubclass(type(each), later))
         found, now = [], {}
         known = self._known()
         models = [each for each in objects if issubclass(type(each), self._model_type)]
@@ -142,11 +142,10 @@ class Beside:
 
     def _failing_check(self, objects: list[Any]) -> UsageError | None:
         """Return what is wrong with one of these objects; None: nothing."""
-        of_all = [(base, check, False) for base, check in self._checks.items()]
-        of_later = [(base, check, True) for base, check in self._checks_of_later.items()]
-        for base, check, is_of_later in (*of_all, *of_later):
+        later = self._checks_of_later if self._looks else {}
+        for base, check in (*self._checks.items(), *later.items()):
             for each in objects:
-                if issubclass(type(each), base) and not (is_of_later and each in self._there):
+                if issubclass(type(each), base) and each not in self._there:
                     try:
                         check(each)
                     except UsageError as error:

@@ -273,17 +273,17 @@ def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport
     if trains and not stage.end_ordered:
         work.move(stage, pod_id, PodStagePhase.TRAINING)
     if work.job.done and report.kind is ReportKind.FIRST_STEP:
-        _begin_loop(work, report)
+        _begin_loop(work, report.step)
     _advance_step(work, pod_id, report)
     _apply_first_step(work, stage, report)
     if report.paces:
         note_paces(work, stage, report.paces)
 
 
-def _begin_loop(work: Work, report: PodReport) -> None:
+def _begin_loop(work: Work, first_step: int) -> None:
     """Enter that the script trains on in a later loop, whose steps follow those before."""
     step = work.job.progress.step
-    if report.step > step:
+    if first_step > step:
         work.set(done=False)
         work.progress(epoch=0)
         work.note(f"the script begins another loop after step {step}")

@@ -651,40 +651,34 @@ def test_a_teacher_gets_no_more_at_once_than_it_announces(read):
     assert max(map(sum, large.requests)) > 4
 
 
-def test_a_request_that_is_too_large_is_asked_in_parts(read):
+def asked_for_too_much(read, most: int, error: Exception, after_s: float = 0.0) -> int:
+    """Return how many of 100 batches' requests were above what a teacher answers."""
     teacher = FakeTeacher("a:1")
     compute = teacher.compute
 
     def small(inputs):
         (image,) = inputs.values()
-        if len(image) > 3:
-            raise RequestTooLarge("a:1: HTTP 413")
+        if len(image) > most:
+            time.sleep(after_s)
+            raise error
         return compute(inputs)
 
     teacher.compute = small
     reading = read(teacher, batches=100)
     reading.finish()
-    assert sum(sum(each) > 3 for each in teacher.requests) < 20  # then it is known
+    return sum(sum(each) > most for each in teacher.requests)
+
+
+def test_a_request_that_is_too_large_is_asked_in_parts(read):
+    assert asked_for_too_much(read, 3, RequestTooLarge("a:1: HTTP 413")) < 20  # then it is known
 
 
 @pytest.mark.parametrize("lost", [TeacherGone, TeacherTimeout])
 def test_what_a_slow_network_does_not_bring_in_time_is_asked_in_parts(read, lost, monkeypatch):
     monkeypatch.setattr("distill_reader.student.pool.pool._SLOW_S", 0.02)
     monkeypatch.setattr("distill_reader.student.pool.pool._LEAST_BYTES", 1)
-    teacher = FakeTeacher("a:1")
-    compute = teacher.compute
-
-    def slow(inputs):
-        (image,) = inputs.values()
-        if len(image) > 2:
-            time.sleep(0.04)
-            raise lost("a:1: HTTP 408: too slow: only 5 bytes of the body came")
-        return compute(inputs)
-
-    teacher.compute = slow
-    reading = read(teacher, batches=100)
-    reading.finish()
-    assert sum(sum(each) > 2 for each in teacher.requests) < 20  # then it is known
+    error = lost("a:1: HTTP 408: too slow: only 5 bytes of the body came")
+    assert asked_for_too_much(read, 2, error, after_s=0.04) < 20  # then it is known
 
 
 @pytest.mark.parametrize(("slow_s", "least_bytes"), [(10.0, 1), (0.0, 1 << 20)])

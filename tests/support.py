@@ -116,14 +116,15 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: s
 
 @contextlib.contextmanager
 def standing_still(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """What they are asked meanwhile waits, however slow the test is."""
+    """What they are asked meanwhile waits, however slow the test is; it may kill them."""
     for process in processes:
         process.suspend()
     try:
         yield
     finally:
         for process in processes:
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import pytest
 from job_server.api.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
-from tests.support import wait_until
+from tests.support import standing_still, wait_until
 
 
 @pytest.mark.timeout(900)
@@ -19,9 +19,10 @@ def test_kills_amid_a_change_by_join_lose_no_sample(
     cluster.wait_steps(3)
     (stays,) = cluster.trainers()
 
-    cluster.api().resize("join", 2)
-    wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
-    cluster.kill(next(each for each in cluster.trainers() if each.pid != stays.pid))
+    with standing_still([stays]):  # else the change may be over before the kill
+        cluster.api().resize("join", 2)
+        wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
+        cluster.kill(next(each for each in cluster.trainers() if each.pid != stays.pid))
     status = cluster.wait_for(
         lambda now: (
             now.stages[-1].outcome.startswith("abandoned") and now.state is JobState.RUNNING
@@ -32,9 +33,10 @@ def test_kills_amid_a_change_by_join_lose_no_sample(
     assert cluster.wait_steps(3).redone_steps == 0
     assert [each.pid for each in cluster.trainers()] == [stays.pid], "those who stay train on"
 
-    cluster.api().resize("join", 2)
-    wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
-    cluster.kill(stays)
+    with standing_still([stays]):
+        cluster.api().resize("join", 2)
+        wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
+        cluster.kill(stays)
     status = cluster.wait_running(2)
     ways = [stage.way for stage in status.stages[-2:]]
     # The job recovers, and the change is begun again; or the change is the recovery, where the

@@ -16,14 +16,14 @@ from tests.support import ROOT, wait_until
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_loses_no_ngram(tmp_path: Path) -> None:
     draw, text, shards = random.Random(5), tmp_path / "text", tmp_path / "shards"
-    lines = (" ".join(draw.choices("abcdefghij", k=8)) for _ in range(1000))
+    lines = (" ".join(draw.choices("abcdefghij", k=8)) for _ in range(600))
     text.write_text("\n".join(lines))
     data = ["--data", str(text), "--min_word_freq", "1"]
     convert = [sys.executable, str(ROOT / "word2vec" / "convert.py"), *data]
     convert += ["--shards", str(shards), "--per_file", "100"]
     subprocess.run(convert, check=True, timeout=120)
     files = sorted(map(str, shards.glob("*.npy")))
-    train = [str(ROOT / "word2vec" / "train.py"), *data, "--passes", "3", "--batch_size", "16"]
+    train = [str(ROOT / "word2vec" / "train.py"), *data, "--passes", "2", "--batch_size", "16"]
     train += ["--output", str(tmp_path / "out"), "--shards", *files]
     script = f"{{python}} -m pod_runtime.launch --log_dir {{out}}/log {shlex.join(train)}"
     cluster = Cluster(tmp_path / "c", slots=2, script=script)
@@ -47,6 +47,6 @@ def _train(cluster: Cluster, files: int) -> None:
         (queue,) = api.queues()
     first = queue.passes[0]
     assert (first.done, first.dropped) == (files, 0)
-    assert first.records_once + first.records_again == 900 * 6, "words, and the sentence's two ends"
+    assert first.records_once + first.records_again == 540 * 6, "words, and the sentence's two ends"
     assert first.records_again > 0, "what the dead one had was read again"
     assert status.metrics["test_error"] < 1.0

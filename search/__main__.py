@@ -4,6 +4,7 @@ A second start goes on where the first one was, whatever has ended it. Ctrl-C le
 run to the job server.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from job_server.api.command_line import OptionParser
 from job_server.api.errors import ConfigError, JobServerError
-from job_server.api.local_servers import connect, find_servers
+from job_server.api.local_servers import connect, find_servers, token_for
 from job_server.api.text import printable
 from search.decide import HOPELESS, is_hopeless
 from search.study_file import read_study
@@ -84,7 +85,12 @@ def _run(
 
     home = folder or path.absolute().with_name(f"{spec.name}.study")
     with StudyStore(home, spec) as store, connect(servers[0], token_file, os.environ) as api:
-        Search(spec, store, api).run(show, say)
+
+        def read_token() -> None:
+            with contextlib.suppress(ConfigError):  # it is about to be written
+                api.use_token(token_for(servers[0], token_file, os.environ))
+
+        Search(spec, store, api, read_token=read_token).run(show, say)
         trials = store.trials()
         best = best_trial(spec, trials)
         job_id = store.job_id(0 if best is None else best.number)

@@ -12,7 +12,14 @@ from typing import Protocol
 
 from optuna.exceptions import StorageInternalError
 
-from job_server.api.errors import Conflict, NotFound, Rejected, Retryable, ServerAway
+from job_server.api.errors import (
+    Conflict,
+    NotFound,
+    Rejected,
+    Retryable,
+    ServerAway,
+    Unauthorized,
+)
 from job_server.api.wire import JobSpec, JobStatus, Sharing
 from search.decide import (
     Ask,
@@ -66,10 +73,22 @@ class Search:
     """A study that is run on a job server."""
 
     def __init__(
-        self, spec: StudySpec, store: StudyStore, api: JobApi, *, look_s: float = LOOK_S
+        self,
+        spec: StudySpec,
+        store: StudyStore,
+        api: JobApi,
+        *,
+        look_s: float = LOOK_S,
+        read_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """`look_s`: between two passes."""
+        """Make no pass yet.
+
+        Args:
+            look_s: between two passes.
+            read_token: has `api` show the token that the server has by now.
+        """
         self._spec, self._store, self._api, self._look_s = spec, store, api, look_s
+        self._read_token = read_token
         self._resized_at: dict[int, float] = {}  # trial -> when; a change of pods has its cost
 
     def run(self, show: Callable[[Progress], None], say: Callable[[str], None]) -> None:
@@ -80,19 +99,24 @@ class Search:
             say: called with a line when something happens.
 
         Raises:
-            Rejected: the server refuses a trial's job; the text says why.
+            Rejected: the server refuses a trial's job, or this search from the beginning; the text
+                says why.
         """
-        silent_until = 0.0
+        silent_until, is_known = 0.0, False
         while True:
             try:
                 progress = self.step(say)
-            except (Retryable, StorageInternalError) as error:
+            except (Retryable, StorageInternalError, Unauthorized) as error:
+                if isinstance(error, Unauthorized):
+                    if not is_known:
+                        raise
+                    self._read_token()  # the server may have been started again with another one
                 # Nothing is known, or can be kept, meanwhile: so nothing is decided.
                 if time.monotonic() >= silent_until:
                     say(_waits_for(error))
                     silent_until = time.monotonic() + _AWAY_S
             else:
-                silent_until = 0.0
+                silent_until, is_known = 0.0, True
                 show(progress)
                 if is_over(self._spec, progress.trials):
                     return
@@ -218,6 +242,8 @@ def _waits_for(error: Exception) -> str:
         return f"the job server cannot go on now; waiting: {error}"
     if isinstance(error, Retryable):
         return f"the job server does not answer; waiting: {error}"
+    if isinstance(error, Unauthorized):
+        return f"the job server has another token; waiting until it is in its file: {error}"
     return f"the study cannot be kept now; waiting: {cause_of(error)}"
 
 

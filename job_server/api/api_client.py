@@ -92,6 +92,11 @@ class ApiClient:
         self._session.trust_env = False
         # Of a company's own authority, say; as OpenSSL and curl have it.
         self._session.verify = os.environ.get("SSL_CERT_FILE") or True
+        self.use_token(token)
+
+    def use_token(self, token: str | None) -> None:
+        """Show this token from now on; None: none."""
+        self._session.headers.pop("Authorization", None)
         if token is not None:
             self._session.headers["Authorization"] = f"Bearer {token}"
 

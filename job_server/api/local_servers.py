@@ -120,7 +120,14 @@ def find_servers(named: str | None, environ: Mapping[str, str]) -> list[LocalSer
 
 
 def connect(server: LocalServer, token_file: str | None, environ: Mapping[str, str]) -> ApiClient:
-    """Return a client with the token of --token_file, else the server's own, else as read_token.
+    """Return a client with the token of `token_for`; raises as that."""
+    return ApiClient(server.url, token_for(server, token_file, environ))
+
+
+def token_for(
+    server: LocalServer, token_file: str | None, environ: Mapping[str, str]
+) -> str | None:
+    """Return the token of --token_file, else the server's own, else as read_token.
 
     Raises:
         ConfigError: as `read_token`.
@@ -128,7 +135,7 @@ def connect(server: LocalServer, token_file: str | None, environ: Mapping[str, s
     token = None if token_file else server.token()
     if token is None:
         token = read_token(token_file, environ, private=True)
-    return ApiClient(server.url, token)
+    return token
 
 
 def _read(path: Path) -> LocalServer | None:

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import io
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,9 @@ from job_server.api.wire import JobPod, JobState
 from search import __main__ as program
 from search.decide import TrialState
 from search.text import best_text, best_trial, summary, trials_table
+from tests.job_server.serving import running_server
 from tests.search.study import job, study, trial
+from tests.support import ROOT, wait_until
 
 STUDY = (
     "name: a\nfolder: f\nmetric: accuracy\ndirection: maximize\ntrials: 4\nepochs: 3\n"
@@ -99,6 +102,37 @@ def test_a_search_whose_output_nobody_reads_says_how_to_go_on(away, capsys, monk
         1, "edl search: nobody reads its output; start it again to go on with the study\n"
     )  # fmt: skip
     sys.stdout.close()
+
+
+@pytest.mark.full  # two servers and the command are programs
+def test_a_search_goes_on_when_the_server_has_another_token(file):
+    pytest.importorskip("optuna")
+    token = file.with_name("token")
+    token.touch(0o600)
+    token.write_text("first-token\n")
+    with running_server(file.parent, "--no_job", f"--token_file={token}") as server:
+        command = [sys.executable, "-m", "search", str(file), "--server", server.url]
+        said = file.with_name("search.log")
+        with said.open("w") as log:
+            search = subprocess.Popen(
+                [*command, f"--token_file={token}"], cwd=ROOT, stdout=log, stderr=log
+            )
+        try:
+            wait_until(lambda: "trial 1: submitted" in said.read_text(), 60, "two trials")
+            server.kill()
+            token.write_text("second-token\n")
+            server.start()
+            with server.api("second-token") as api:
+                for found in api.jobs():  # which the search has to hear of
+                    api.delete(found.job_id, discard=True)
+            wait_until(lambda: search.poll() is not None or "trial 2: " in said.read_text(), 60)
+            assert "trial 2: submitted" in said.read_text(), said.read_text()
+        finally:
+            search.kill()
+            search.wait()
+        token.write_text("no-such-token\n")
+        refusal = subprocess.run([*command, f"--token_file={token}"], cwd=ROOT, timeout=60)
+        assert refusal.returncode == 1, "a wrong one from the start is told at once"
 
 
 def test_the_table_marks_the_best_trial_and_says_why_one_failed():

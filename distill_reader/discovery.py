@@ -6,6 +6,7 @@ edl discovery --server 10.0.0.5:7001 --db_endpoints 10.0.0.9:6379 --token_file t
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -68,6 +69,7 @@ class DiscoveryConfig:
     server: DiscoveryServerConfig
     job_server: str | None  # None: the demand is not posted
     job_token: str
+    job_token_file: str | None  # None: that of the environment, if there is one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +116,7 @@ def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
         ),
         job_server=job_server,
         job_token=read_job_token(args.job_server_token_file, os.environ) if job_server else "",
+        job_token_file=args.job_server_token_file,
     )
 
 
@@ -122,7 +125,8 @@ async def _serve(config: DiscoveryConfig, listener: socket.socket) -> int:
     server = DiscoveryServer(registry, config.server)
     tasks = [asyncio.create_task(server.run(listener))]
     if config.job_server is not None:
-        poster = DemandPoster(server.balancer, config.job_server, config.job_token)
+        reads = functools.partial(read_job_token, config.job_token_file, os.environ)
+        poster = DemandPoster(server.balancer, config.job_server, config.job_token, reads)
         tasks.append(asyncio.create_task(poster.run()))
     stopping = stop_event()
     listener.listen()  # now: who reads that the server is ready may connect at once

@@ -163,13 +163,20 @@ def test_demand_is_what_students_say_together():
 class JobServer:
     """Takes demands; answers as one that runs no teachers for `other`."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
+        self.token = token  # "": it has none
         self.posts: list[tuple[str, str | None, Any]] = []
-        posts = self.posts
+        self.refused = 0
+        server, posts = self, self.posts
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if server.token and self.headers["Authorization"] != f"Bearer {server.token}":
+                    server.refused += 1
+                    self.send_response(401)
+                    self.end_headers()
+                    return
                 posts.append((self.path, self.headers["Authorization"], body))
                 self.send_response(404 if "other" in self.path else 200)
                 self.end_headers()
@@ -204,6 +211,23 @@ def test_a_job_server_is_told_of_the_demand(run):
         "wait_share": 0.25,
         "samples_per_s": 12.0,
     }
+
+
+def test_a_job_server_that_has_another_token_is_told_of_the_demand_again(run, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    jobs = run(JobServer, "first")
+    server = run(
+        DiscoveryProcess, "--job_server", jobs.url, "--job_server_token_file", str(file),
+        EDL_TOKEN="", EDL_TEACHER_TOKEN="",
+    )  # fmt: skip
+    student = run(LocalStudent, server.endpoint, "svc")
+    student.feed_stats = FeedStats(wait_share=0.25, samples_per_s=12.0)
+    wait_until(lambda: jobs.posts)
+    jobs.token = "second"
+    wait_until(lambda: jobs.refused)
+    file.write_text("second\n")
+    wait_until(lambda: jobs.posts[-1][1] == "Bearer second", 30, "the file is read again")
 
 
 class Program:

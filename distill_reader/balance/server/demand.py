@@ -1,9 +1,10 @@
 """Post each service's demand to a job server, which runs more or fewer teachers by it."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +14,7 @@ from distill_reader.balance.server.balancer import Balancer
 from distill_reader.balance.server.metrics import samples_per_s, wait_share
 from distill_reader.balance.table import ServiceState
 from distill_reader.balance.tasks import in_thread
+from distill_reader.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +40,30 @@ def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
 class DemandPoster:
     """Posts the demand every 2 s. Belongs to one event loop."""
 
-    def __init__(self, balancer: Balancer, job_server: str, token: str) -> None:
+    def __init__(
+        self,
+        balancer: Balancer,
+        job_server: str,
+        token: str,
+        read_token: Callable[[], str] | None = None,
+    ) -> None:
         """
         Args:
             job_server: URL, e.g. http://10.0.0.1:8180.
             token: its token; "": none.
+            read_token: returns its token by now, or raises a UsageError; None: it stays.
         """
         self._balancer = balancer
         self._url = job_server.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy for calls within EDL
+        self._use(token)
+        self._read_token = read_token
+        self._logged_s = -_LOG_EVERY_S
+
+    def _use(self, token: str) -> None:
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
-        self._logged_s = -_LOG_EVERY_S
 
     async def run(self) -> None:
         """Run until cancelled. While the job server is away, go on trying."""
@@ -84,5 +97,8 @@ class DemandPoster:
             if answer.status_code == HTTPStatus.NOT_FOUND:
                 logger.debug("%s: %s", url, answer.text[:200])  # this service is not on demand
             elif not answer.ok:
+                if answer.status_code == HTTPStatus.UNAUTHORIZED and self._read_token is not None:
+                    with contextlib.suppress(UsageError):  # it is about to be written
+                        self._use(self._read_token())
                 trouble = f"{url}: {answer.status_code} {answer.text[:200]}"
         return trouble

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -87,7 +88,12 @@ class StudyStore:
 
     def _open_study(self, folder: Path, spec: StudySpec) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.sqlite'}")
+        file = folder.absolute() / "study.sqlite"
+        # Not by its URL, in which some characters of a path mean something else.
+        self._storage = optuna.storages.RDBStorage(
+            "sqlite:///study.sqlite",
+            engine_kwargs={"creator": lambda: sqlite3.connect(file, check_same_thread=False)},
+        )
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=spec.name,

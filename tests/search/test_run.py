@@ -288,6 +288,16 @@ def test_a_study_that_was_begun_before_choices_were_kept_as_written_goes_on(tmp_
         StudyStore(tmp_path / "old", read_study(tmp_path / "study.yaml"))
 
 
+@pytest.mark.parametrize("name", ["a?b", "feature%2Fcells", "100%", "{run}", "a#b", "a b", "ü"])
+def test_a_study_is_kept_in_its_folder_whatever_that_is_called(tmp_path, name):
+    with StudyStore(tmp_path / name, SPEC) as store:
+        assert store.ask() == 0
+    with StudyStore(tmp_path / name, SPEC) as store:
+        assert len(store.trials()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name / "study.sqlite").stat().st_size
+
+
 def test_one_search_at_a_time_has_a_study(tmp_path):
     with StudyStore(tmp_path, SPEC), pytest.raises(ConfigError, match="another `edl search` runs"):
         StudyStore(tmp_path, SPEC)

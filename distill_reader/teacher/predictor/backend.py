@@ -26,7 +26,10 @@ class Backend(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return all outputs of a batch by name. The inputs are valid only during the call."""
+        """Return all outputs of a batch by name, in the types and shapes of `spec`.
+
+        The inputs are valid only during the call.
+        """
         ...
 
 

@@ -287,7 +287,7 @@ def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) 
     """Return the outputs in the spec's order.
 
     Raises:
-        BadRequest: an output is missing, has another type, or not one row per sample.
+        BadRequest: an output is missing, has another type or shape, or not one row per sample.
     """
     if not isinstance(outputs, Mapping):
         raise BadRequest(
@@ -343,6 +343,15 @@ def _check_output(tensor: TensorSpec, array: Array | None, samples: int) -> Arra
         raise BadRequest(
             f"output {tensor.name}: has shape {list(array.shape)} for {samples} samples; "
             "axis 0 of every output must count samples"
+        )
+    fits = array.ndim == len(tensor.shape) + 1 and all(
+        want in (-1, got) for want, got in zip(tensor.shape, array.shape[1:], strict=True)
+    )
+    if not fits:  # (N,) in place of (N, 1) would make (N, N) of a student's loss, in silence
+        want = ", ".join(["N", *("?" if length < 0 else str(length) for length in tensor.shape)])
+        raise BadRequest(
+            f"output {tensor.name}: expected shape [{want}], as the model's spec says, got "
+            f"{list(array.shape)}"
         )
     return array
 

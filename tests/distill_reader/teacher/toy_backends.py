@@ -200,6 +200,10 @@ class _Moody(Sums):
             outputs["sum"] = outputs["sum"][:-1]
         if (first == -6).any():
             del outputs["mean"]
+        if (first == -10).any():
+            outputs["sum"] = outputs["sum"][:, 0]
+        if (first == -11).any():
+            outputs["sum"] = np.repeat(outputs["sum"], 2, axis=1)
         if (first == -7).any() and not (self.folder / "died").exists():
             (self.folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)

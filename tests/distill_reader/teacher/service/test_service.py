@@ -375,6 +375,8 @@ def test_full_memory_is_said_at_once(service):
         (-6, "output mean: the model did not return it"),
         (-8, "output mean: expected an array of numpy, got a list"),
         (-9, "the backend returned a NoneType, not a dict of arrays by output"),
+        (-10, r"output sum: expected shape \[N, 1\], as the model's spec says, got \[1\]"),
+        (-11, r"output sum: expected shape \[N, 1\], as the model's spec says, got \[1, 2\]"),
     ],
 )
 def test_what_the_model_refuses_fails_alone(service, mood, text):

@@ -147,8 +147,11 @@ def redis_address(text: str, password: str | None = None) -> RedisAddress:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{_without_password(text)}: {error}") from error
+    except ValueError:  # its text has a part of the password, and so has its traceback
+        raise UsageError(
+            f"{_without_password(text)}: expected a port from 1 to 65535 behind HOST: ; in a "
+            "password, / # ? and commas are written %2F %23 %3F %2C, or give it by --db_passwd_file"
+        ) from None
     if parts.scheme not in ("redis", "rediss") or not parts.hostname or port == 0:
         raise UsageError(
             f"{_without_password(text)}: expected HOST:PORT or redis://[:PASSWORD@]HOST:PORT[/DB]"
@@ -165,13 +168,17 @@ def redis_address(text: str, password: str | None = None) -> RedisAddress:
 def _registry_address(text: str, what: str) -> RegistryAddress:
     if text.startswith(("redis://", "rediss://")):
         return redis_address(text)
-    endpoint = check_endpoint(text, what)
-    if "/" in endpoint:
-        raise UsageError(f"{what}: expected HOST:PORT or redis://HOST:PORT, got {endpoint}")
-    return DiscoveryAddress(endpoint)
+    if "/" in text or not is_endpoint(text):
+        raise UsageError(f"{what}: expected HOST:PORT or redis://HOST:PORT, got {shown(text)}")
+    return DiscoveryAddress(text)
 
 
 def _without_password(text: str) -> str:
     """Return an address without the part that may hold a password."""
     before, at, host = text.rpartition("@")
-    return f"{before.partition('//')[0]}//...@{host}" if at else text
+    if at:
+        return f"{before.partition('//')[0]}//...@{host}"
+    before, _, behind = text.rpartition(":")  # what is no port may be a password up to a comma
+    port = behind.partition("/")[0]
+    is_port = port.isdecimal() or port.endswith("]") or behind.startswith("//")
+    return text if is_port or not before else f"{before}:..."

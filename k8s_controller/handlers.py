@@ -5,7 +5,9 @@ They only say which job to look at. Nothing is written to the objects: no annota
 
 import asyncio
 import itertools
+import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import kopf
@@ -16,6 +18,9 @@ from k8s_controller.decisions.observed import JOB_LABEL
 from k8s_controller.decisions.spec import GROUP, PLURAL, VERSION, Object
 from k8s_controller.kube_api import load_config
 
+logger = logging.getLogger(__name__)
+
+SOON_S = 3.0  # watches that break off sooner end the controller
 PREFIX = GROUP  # of annotations, if a handler that needs them is ever added
 
 
@@ -105,10 +110,28 @@ async def _watch(
     stop: threading.Event,
     kubeconfig: str | None,
 ) -> None:
-    ended = asyncio.Event()
+    try:
+        while await _breaks_off(controller, namespaces, stop, kubeconfig):
+            pass
+    finally:
+        stop.set()
+
+
+async def _breaks_off(
+    controller: Controller,
+    namespaces: Sequence[str],
+    stop: threading.Event,
+    kubeconfig: str | None,
+) -> bool:
+    """Watch; return whether the API server has ended a watch with an error, False: it is over.
+
+    kopf ends then, but where its version was forgotten. Kubernetes' own controllers list anew, as
+    kopf does when it begins again. What goes wrong at once is raised: it may not get better.
+    """
+    ended, began = asyncio.Event(), time.monotonic()
 
     async def follow() -> None:
-        while not stop.is_set():
+        while not (stop.is_set() or ended.is_set()):
             await asyncio.sleep(0.2)
         ended.set()
 
@@ -116,7 +139,7 @@ async def _watch(
 
     @kopf.on.cleanup(registry=registry)
     async def end(**_: object) -> None:
-        stop.set()  # kopf takes signals for itself, and then waits for whoever waits for its flag
+        ended.set()  # kopf takes signals for itself, and then waits for whoever waits for its flag
 
     following = asyncio.create_task(follow())
     try:
@@ -127,6 +150,12 @@ async def _watch(
             namespaces=namespaces,
             stop_flag=ended,
         )
+    except Exception as error:
+        if stop.is_set() or time.monotonic() < began + SOON_S:
+            raise
+        logger.warning("the watches have broken off, and begin again: %s", error)
+        return True
     finally:
-        stop.set()
+        ended.set()
         await following
+    return False

@@ -304,9 +304,12 @@ class KubeApi:
             )
             if answer.status < 300:
                 try:
-                    return json.loads(answer.data)
+                    found = json.loads(answer.data)
                 except ValueError:
-                    raise KubeError(answer.status, "no JSON: is it an API server?") from None
+                    found = None
+                if not isinstance(found, dict):  # such as a page of what stands before it
+                    raise KubeError(answer.status, "no object: is it an API server?")
+                return found
             error = KubeError(answer.status, *_refusal(answer.data))
             if error.status != 409 or error.reason != "Conflict" or method not in _ANEW:
                 break

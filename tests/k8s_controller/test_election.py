@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import kubernetes.client
 import kubernetes.config
@@ -71,6 +72,20 @@ def test_a_leader_that_slept_writes_nothing_until_it_has_the_lease_again(
         guarded.replace(lease)
     assert first.win(threading.Event())
     assert first.leads()
+
+
+@pytest.mark.parametrize("answer", [b"null", b"[]", b"<html>", b'{"kind": "Lea'])
+def test_a_leader_that_is_answered_by_no_api_server_tries_again_and_lets_go(answer, monkeypatch):
+    """The thread that renews the lease must not end by that: nothing would be written any more."""
+    kube = KubeApi()
+    says = SimpleNamespace(status=200, data=answer)
+    monkeypatch.setattr(kube._client.rest_client.pool_manager, "request", lambda *a, **kw: says)
+    monkeypatch.setattr("k8s_controller.election.RETRY_S", 0.01)
+    monkeypatch.setattr("k8s_controller.election.RENEW_S", 0.05)
+    election, lost = Election(kube, "default", "edl", "a"), list[bool]()
+    election._renewed_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+    election.keep(threading.Event(), lambda: lost.append(True))
+    assert lost == [True]
 
 
 @pytest.mark.timeout(180)

@@ -1,5 +1,6 @@
 """What wakes the controller, and how its watches end."""
 
+import functools
 import itertools
 import logging
 import os
@@ -7,6 +8,7 @@ import signal
 import threading
 from collections.abc import Sized
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kubernetes.config
@@ -14,6 +16,7 @@ import pytest
 
 from job_server.api.errors import Unauthorized
 from k8s_controller import controller as controllers
+from k8s_controller import handlers
 from k8s_controller.controller import Controller
 from k8s_controller.decisions import reconcile as steps
 from k8s_controller.handlers import Backoffs, is_own_change, watch
@@ -49,6 +52,38 @@ def test_a_controller_that_starts_while_the_api_server_is_away_waits_for_it_as_l
     for _ in range(2):  # each of kopf's calls begins anew
         assert max(itertools.islice(backoffs, 10_000)) <= 5
     assert not isinstance(backoffs, Sized)  # kopf counts what it can, to say when it gives up
+
+
+def test_watches_that_the_api_server_ends_with_an_error_begin_again(
+    api_server: ApiServer, namespace: str, tmp_path: Path, monkeypatch,
+    caplog: pytest.LogCaptureFixture,
+):  # fmt: skip
+    monkeypatch.setattr(handlers, "SOON_S", 0.0)
+    define_training_jobs(api_server)
+    kubeconfig = str(api_server.kubeconfig(tmp_path / "kubeconfig"))
+    seen: set[str] = set()
+    controller = SimpleNamespace(look_at=lambda namespace, name: seen.add(name))
+
+    def has_begun_again(times: int) -> bool:
+        return caplog.text.count("and begin again") == times
+
+    stop = threading.Event()
+    thread = threading.Thread(target=watch, args=(controller, [namespace], stop, kubeconfig))
+    thread.start()
+    try:
+        for number in range(3):
+            job = training_job(f"job-{number}")
+            job["metadata"] = {"name": f"job-{number}", "namespace": namespace}
+            api_server.store.create(api_server.store.kind("TrainingJob"), namespace, job)
+            wait_until(functools.partial(seen.__contains__, f"job-{number}"), 30, "it is seen")
+            api_server.break_watches(500, "etcdserver: no leader")
+            wait_until(functools.partial(has_begun_again, number + 1), 30, "it begins again")
+            assert not stop.is_set(), "the lease is renewed until then"
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert "etcdserver: no leader" in caplog.text
 
 
 def test_watches_end_at_sigterm_and_wait_for_nobody(

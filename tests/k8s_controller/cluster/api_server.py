@@ -73,6 +73,7 @@ class ApiServer:
     def __post_init__(self) -> None:
         self._users: dict[str, str] = {}  # by token
         self._faults: list[Fault] = []
+        self._broken: list[ApiError] = []  # what has ended all watches of then, one by one
         self._tried: set[tuple[rbac.Call, str]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -141,6 +142,11 @@ class ApiServer:
             return verb in ("", call.verb) and resource in ("", call.resource)
 
         self._faults.append(Fault(error, meets, times))
+
+    def break_watches(self, code: int, message: str) -> None:
+        """Have all watches end with an error, as where the database has no leader."""
+        self._broken.append(ApiError(code, "InternalError", message))
+        self._on_change()
 
     def outage(self) -> None:
         """Stop to listen, and break every connection off."""
@@ -458,6 +464,7 @@ class ApiServer:
         changed = asyncio.Event()
         self._changed.add(changed)
         ends_at = self._loop.time() + float(asked.query.get("timeoutSeconds") or 3600)
+        broken = len(self._broken)
         try:
             await response.prepare(request)
             if told in ("", "0") or sends_initial:
@@ -470,6 +477,8 @@ class ApiServer:
                 revision = int(told)
             while self._runner is not None and self._loop.time() < ends_at:
                 changed.clear()
+                if len(self._broken) > broken:
+                    raise self._broken[-1]
                 for change in self.store.since(revision):
                     revision = change.revision
                     for how, obj in _seen(asked, change):

@@ -25,6 +25,7 @@ from job_server.api.api_client import ApiClient, server_url
 from job_server.api.command_line import (
     DEFAULT_SERVER,
     OptionParser,
+    own_folder,
     read_token,
     token_in,
     token_now,
@@ -65,13 +66,15 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
     token_file = cwd / named if named else None
     try:
         token = token_in(token_file, "--token_file") if token_file else read_token(None, environ)
+        log_dir = own_folder("--log_dir", cwd / args.log_dir)
+        pod_path = own_folder("--pod_path", cwd / args.pod_path)
     except ConfigError as error:
         raise SetupError(str(error)) from None
     return ClientConfig(
         cwd=cwd,
-        log_dir=cwd / args.log_dir,
+        log_dir=log_dir,
         log_level=args.log_level,
-        pod_path=cwd / args.pod_path,
+        pod_path=pod_path,
         keep_folders=_keep_folders(args.keep_folders),
         server_url=url,
         environ=_of_pods(environ, cwd),

@@ -65,6 +65,8 @@ def registry_for(controller: Controller, kubeconfig: str | None) -> kopf.Operato
         settings.posting.enabled = False  # events are the controller's own
         settings.scanning.disabled = True  # it needs no right to list definitions
         settings.execution.max_workers = 2
+        # Its end after an error has hung: SIGKILL then, as a pod without watches is of no use.
+        settings.process.ultimate_exiting_timeout = 30
         settings.networking.error_backoffs = Backoffs()
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
@@ -101,17 +103,9 @@ def watch(
     kubeconfig: str | None = None,
 ) -> None:
     """Watch until `stop`, SIGTERM or SIGINT. No namespaces: all. No kubeconfig: the usual one."""
-    asyncio.run(_watch(controller, namespaces, stop, kubeconfig))
-
-
-async def _watch(
-    controller: Controller,
-    namespaces: Sequence[str],
-    stop: threading.Event,
-    kubeconfig: str | None,
-) -> None:
     try:
-        while await _breaks_off(controller, namespaces, stop, kubeconfig):
+        # Each try in a loop of its own: kopf leaves a timer in it, by which the process is killed.
+        while asyncio.run(_breaks_off(controller, namespaces, stop, kubeconfig)):
             pass
     finally:
         stop.set()

@@ -18,7 +18,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from job_server.api.amounts import argument, cores, megabytes, seconds
-from job_server.api.command_line import add_hang_flags, make_token, read_script_file, read_token
+from job_server.api.command_line import (
+    add_hang_flags,
+    make_token,
+    own_folder,
+    read_script_file,
+    read_token,
+)
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
 from job_server.api.wire import (
@@ -202,6 +208,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         if args.cpu_slots is not None:
             check_range("--cpu_slots", args.cpu_slots, 1, 4096)
         spec, cpu_slots = _spec(args, environ)
+        log_dir = own_folder("--log_dir", args.log_dir)
         token = read_token(None, environ, private=True) or make_token()
     except (ConfigError, WireError) as error:
         raise LaunchError(str(error), 2) from error
@@ -213,7 +220,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         script_args=tuple(args.args),
         preload=args.preload,
         cwd=Path.cwd(),
-        folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(4)}",
+        folder=log_dir / f"{now}-{secrets.token_hex(4)}",
         heartbeat_s=args.heartbeat_s,
         token=token,
         keep_runs=args.keep_runs,

@@ -2,14 +2,17 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from edl.__main__ import VERBS, main
+from job_client import __main__ as clients
 from job_server.api.wire import JobSpec
+from job_server.server import config as servers
 from k8s_controller.__main__ import build_parser as controllers
+from pod_runtime import run as runs
 from tests.support import ROOT
 
 # Programs of a verb that have a parser of their own.
@@ -86,3 +89,19 @@ def test_a_command_in_a_document_takes_the_flags_that_are_shown_with_it(parsers)
                 shown = set(re.findall(r"(?<=\s)--[a-z]\w*", words))
                 wrong += [f"{path.name}: edl {verb} {flag}" for flag in shown - set().union(*taken)]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "read"),
+    [
+        ("--log_dir", lambda path: runs.read_config([f"--log_dir={path}", __file__], {})),
+        ("--db", lambda path: servers.read_config([f"--db={path}"], {})),
+        ("--log_dir", lambda path: clients.parse_args([f"--log_dir={path}", __file__], {}, ROOT)),
+        ("--pod_path", lambda path: clients.parse_args([f"--pod_path={path}", __file__], {}, ROOT)),
+    ],
+)
+def test_a_folder_that_no_program_could_tell_another_of_is_refused(
+    flag: str, read: Callable[[str], object]
+):
+    with pytest.raises(Exception, match=rf"^{flag}: '/x/caf\\udce9' is not UTF-8; name a path"):
+        read("/x/caf\udce9")

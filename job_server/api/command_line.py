@@ -144,6 +144,23 @@ def keep_token(path: Path, token: str) -> None:
         file.write(token + "\n")
 
 
+def own_folder(flag: str, path: Path) -> Path:
+    """Return the absolute path of a folder or file that a program writes to and tells others of.
+
+    Raises:
+        ConfigError: it is not UTF-8, as all that programs tell each other.
+    """
+    absolute = path.absolute()
+    try:
+        str(absolute).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{flag}: {str(absolute)!a} is not UTF-8; name a path that is, or start this from a "
+            "folder whose name is, in a UTF-8 locale"
+        ) from None
+    return absolute
+
+
 def _checked(text: str, source: str) -> str:
     token = text.strip()
     if not 8 <= len(token) <= 4096 or not token.isascii() or any(c.isspace() for c in token):

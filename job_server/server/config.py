@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from job_server.api.codec import WireError
-from job_server.api.command_line import DEFAULT_PORT, OptionParser, read_script_file, read_token
+from job_server.api.command_line import (
+    DEFAULT_PORT,
+    OptionParser,
+    own_folder,
+    read_script_file,
+    read_token,
+)
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
     USUAL_SPARES,
@@ -52,6 +58,8 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     args = build_parser().parse_args(argv)
     token = read_token(args.token_file, environ, private=True)
     token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
+    if args.db != ":memory:":
+        own_folder("--db", Path(args.db))
     if not args.bind:
         raise ConfigError("--bind: expected an address, got an empty one")
     if token is None and not is_loopback(args.bind):

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from job_server.api.task_wire import LeaseAsked, TaskReport
 from pod_runtime.trainer.data.readers import ReadFrom
 from pod_runtime.trainer.errors import UsageError
 from tests.job_server.serving import ServerProcess, running_server
-from tests.support import standing_still, wait_until
+from tests.support import ROOT, standing_still, wait_until
 
 
 @pytest.fixture
@@ -98,6 +100,28 @@ def test_a_forked_worker_does_not_report_what_its_parent_was_given(server, tmp_p
         assert worker.exitcode == 0
         with server.api() as api:
             assert api.queue("q").now.done == 0
+
+
+FORKS = """
+import itertools, os, sys
+from edl import cloud_reader
+from job_server.api.api_client import ApiClient
+records = cloud_reader(sys.argv[1], sys.argv[2], queue="q")()
+assert len(list(itertools.islice(records, 11))) == 11  # the first file is in use
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(ApiClient(sys.argv[2]).queue("q").now.done, flush=True)
+"""
+
+
+def test_a_fork_that_ends_does_not_report_what_its_parent_was_given(server, tmp_path):
+    write_shards(([number] for number in range(30)), tmp_path, "numbers", 10)
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "*.npy"), server.url]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    with server.api() as api:
+        assert api.queue("q").now.done == 1, "its own end has"
 
 
 def test_a_reader_that_is_left_waits_once_for_a_server_that_hangs(server, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ class CloudReader:
         if self._ends_in != os.getpid():
             # What a parent process was given is not this worker's to report.
             self._ends_in, self._given = os.getpid(), _Given(self._in_use)
-            atexit.register(self._given.end)
+            atexit.register(self._given.end, os.getpid())
         return self._records(next(self._passes), self._given)
 
     def batches(
@@ -304,8 +304,10 @@ class _Given:
         while self._tasks:
             self._tasks.popleft()[1].report(done=True)
 
-    def end(self) -> None:
-        """Say that all has been used: the script has ended. Wait for no server that is away."""
+    def end(self, pid: int) -> None:
+        """Say that all has been used: process `pid` has ended. Wait for no server that is away."""
+        if os.getpid() != pid:
+            return  # a fork of it has
         try:
             while self._tasks:
                 self._tasks.popleft()[1].report(done=True, timeout_s=_END_S)

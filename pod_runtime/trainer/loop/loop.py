@@ -877,6 +877,7 @@ class Loop:
         stage.member.activity.begin(Doing.DONE)
         stage.state_manager.note_account()
         stage.progress.note_done()
+        steps.report_end()
         if stage.link is not None:
             stage.link.send(Done(step=stage.progress.step))
 

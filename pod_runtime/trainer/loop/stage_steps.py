@@ -173,6 +173,11 @@ class StageSteps:
                 at_once=at_once,
             )
 
+    def report_end(self) -> None:
+        """Send the last step's loss, too, if this process has made it."""
+        if self._loss is not None:
+            self.report(at_once=True)
+
     def note_loss(self, step: int, loss: Any) -> None:
         """This is the newest training loss; it is read when it is shown."""
         self._loss = step, loss

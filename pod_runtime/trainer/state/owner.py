@@ -261,8 +261,8 @@ class Owner:
             raise InUseError(
                 f"checkpoint: {self._storage.name} is in use by run {found.run_id} of "
                 f"{found.holder}, which {reason}; this is {self.me}. Stop that one, give another "
-                f"checkpoint path, or replace it: `--take_over` of edl run and edl submit, "
-                f"EDL_TAKE_OVER=1 for a script alone"
+                f"checkpoint path, or replace it, also in a copy of its folder: `--take_over` of "
+                f"edl run and edl submit, EDL_TAKE_OVER=1 for a script alone"
             )
         return act, reason
 

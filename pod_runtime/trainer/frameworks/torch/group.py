@@ -116,7 +116,7 @@ def _form(spec: GroupSpec, device: Any) -> None:
     except RuntimeError as error:
         raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
     _formed = spec
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
 
 
 def _patience(device: Any) -> timedelta:
@@ -124,9 +124,12 @@ def _patience(device: Any) -> timedelta:
     return SILENT if device.type == "cpu" else _TIMEOUT
 
 
-def _leave() -> None:
-    """Let go of the group: its threads end the process by SIGABRT if they outlive its end."""
-    if dist.is_initialized():
+def _leave(pid: int) -> None:
+    """Let go of the group: its threads end the process by SIGABRT if they outlive its end.
+
+    A fork of the script has none of them, and would wait for them for ever.
+    """
+    if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 

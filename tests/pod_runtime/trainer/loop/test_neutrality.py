@@ -144,6 +144,8 @@ def test_changes_do_not_change_what_is_trained(
     assert distance(expected, found, "unused") == 0
     assert losses(changed.folder, 21) == pytest.approx(losses(alone.folder, 21), rel=1e-7)
     assert verify([str(changed.run_dir)]) == 0
+    shown = [said["metrics"] for said in alone.stages[0].trainers[0].said if said["say"] == "step"]
+    assert shown[-1]["train_loss"] == losses(alone.folder, 21)[-1], "the last one shown is the last"
 
     # The comparison is sharp enough to notice one sample whose weight is off by 1e-4.
     wrong = train_alone(launch(script, 4, "wrong"), "--wrong_sample", "17")

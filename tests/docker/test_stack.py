@@ -113,7 +113,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     require_network_namespaces()
     token = tmp_path / "token"
     token.write_text(TOKEN)
-    arguments = "--model ResNet18 --num_epochs 1 --total_images 128 --total_batch_size 32"
+    arguments = "--model ResNet18 --num_epochs 1 --total_images 64 --total_batch_size 16"
     arguments += " --save_steps 2"
     parsed = services(
         {

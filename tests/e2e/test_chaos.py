@@ -87,11 +87,13 @@ def test_killing_each_kind_of_process_loses_no_sample(
     cluster.start_client()
 
     assert cluster.server is not None
-    trainers = {p.pid for p in cluster.trainers()}
+    before, trainers = cluster.status(), {p.pid for p in cluster.trainers()}
     cluster.kill(cluster.server)
     cluster.start_server()
-    cluster.wait_steps(5)
+    after = cluster.wait_steps(5)
     assert trainers == {p.pid for p in cluster.trainers()}, "control died, training went on"
+    assert (after.stage, after.failures) == (before.stage, before.failures)
+    assert after.redone_steps == before.redone_steps
 
     cluster.kill_everything()
     cluster.start_server()
@@ -140,7 +142,8 @@ def test_planned_changes_redo_no_step_and_count_every_sample_once(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("away_s", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the short form: the server is killed above
+@pytest.mark.parametrize("away_s", [3, 30])
 def test_a_server_that_is_away_costs_no_step_and_is_found_when_it_is_back(
     counting_cluster: Callable[..., Cluster], away_s: float
 ) -> None:

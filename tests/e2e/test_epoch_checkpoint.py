@@ -14,7 +14,7 @@ from tests.support import ROOT, require, standing_still, wait_until
 pytest.importorskip("paddle", reason="trains with Paddle")
 require("sklearn", "trains on its digits")
 
-EPOCHS = 20
+EPOCHS = 12
 
 
 @pytest.fixture

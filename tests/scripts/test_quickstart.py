@@ -59,7 +59,7 @@ def strays(out: Path) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--pods", "2", "--gap_s", "1"], id="short"),
+        pytest.param(["--pods", "2", "--gap_s", "0.5"], id="short"),
         pytest.param(["--framework", "torch"], id="torch", marks=pytest.mark.slow),
         pytest.param([], id="as it is", marks=pytest.mark.slow),
     ],

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # the short form: a later loop, below
 @pytest.mark.timeout(600)
 def test_changes_and_a_kill_lose_no_sample(counting_cluster: Callable[..., Cluster]) -> None:
     cluster = counting_cluster(
@@ -38,6 +39,7 @@ def test_a_later_loop_of_a_script_is_paused_changed_and_killed_as_the_first_one(
         slots=2,
         samples=480,
         epochs=10_000,
+        workers=1,
         program="count_train_torch.py",
         checkpoint="--checkpoint {out}/checkpoint --first {out}/first",
     )

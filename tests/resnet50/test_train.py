@@ -128,7 +128,7 @@ def test_the_weights_at_the_end_are_a_pretrained_model_of_another_training(alone
     assert f"100 of 102 weights from {weights}; not in it, or of another shape" in other.stdout
 
 
-@pytest.mark.slow  # the loop's own tests have such a world of small networks
+@pytest.mark.slow
 def test_paddle_launcher_trains_on_two_trainers_what_one_would(alone, tmp_path):
     _folder, said_alone = alone
     two = start(

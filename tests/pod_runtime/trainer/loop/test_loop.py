@@ -1179,6 +1179,7 @@ def test_a_wrong_argument_is_refused_by_name_value_and_remedy(wrong, text):
         make(**wrong)
 
 
+@pytest.mark.slow  # as torchrun's
 @pytest.mark.timeout(240)
 def test_a_world_of_paddles_own_launcher_trains_checkpoints_and_resumes(tmp_path: Path):
     def launch(epochs: int) -> list[tuple[str, ...]]:

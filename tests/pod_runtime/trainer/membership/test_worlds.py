@@ -392,7 +392,19 @@ def test_a_later_training_of_a_script_goes_on_from_memory(launch, tmp_path: Path
     for trainer in stage.trainers:
         said = [each["step"] for each in trainer.words("done")]
         assert said == [AGAIN_STEPS, 2 * AGAIN_STEPS, 3 * AGAIN_STEPS]
+        said = [each["step"] for each in trainer.words("loaded")]
+        assert said == [0, step, 2 * AGAIN_STEPS], "one that is complete takes no step back"
     assert "falling back to checkpoints" not in stage.logs()
+
+
+def test_a_training_behind_the_one_whose_state_is_lost_misses_no_state(launch, tmp_path: Path):
+    job = launch("again.py", 2)
+    args = "--out", str(job.folder), "--folders", str(tmp_path / "ckpt")
+    step = cut_in_second_training(job, 1, *args, "--step_s", "0.3")
+    stage = job.start(1, *args, restore_from=(1, step), give_to=[])
+    finish_all_three(stage)
+    assert json.loads((job.folder / "began.0").read_text()) == [AGAIN_STEPS, 0, 0]
+    assert stage.logs().count("falling back to checkpoints") == 2, "of the first, and the second"
 
 
 def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_loses_nothing(launch):

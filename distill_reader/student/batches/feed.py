@@ -189,7 +189,7 @@ class Feed:
     def take(self, limits: RequestLimits, teacher: str) -> Request | None:
         """Return the next request and hand it to `teacher`; None: none may be sent."""
         troubled = self._troubled_for(teacher) if self._troubled else None
-        if troubled is not None:
+        if troubled is not None and not self._others_go_first(troubled):
             self._troubled.remove(troubled)
             piece = self._cut_off(troubled, limits)
             return self._request([piece], piece.samples, teacher)
@@ -286,7 +286,7 @@ class Feed:
             return
         if blame is not None:
             for piece in request.pieces:
-                self._tries(piece, now).blame(teacher, blame)
+                self._tries(piece, now).blame(teacher, blame, self._answers)
         if request.holders:
             request.is_hedged = request in self._hedges  # may be offered again
             return
@@ -492,6 +492,14 @@ class Feed:
             ):
                 return piece
         return None
+
+    def _others_go_first(self, troubled: ItemPiece) -> bool:
+        assert troubled.tries is not None
+        return (
+            bool(self._waiting)
+            and troubled.tries.lets_others_go_first(self._answers)
+            and self._has_room_for_predictions(self._first_queue()[0])
+        )
 
     def _first_queue(self) -> deque[ItemPiece]:
         """Return the queue with the first piece in order."""

@@ -26,7 +26,10 @@ class Blame:
 class Tries:
     """The tries of one piece."""
 
-    __slots__ = ("_answers", "_count", "_failed", "_last_texts", "_lost", "_refusals", "_since_s")
+    __slots__ = (
+        "_answers", "_answers_at_loss", "_count", "_failed", "_last_texts", "_lost", "_refusals",
+        "_since_s",
+    )  # fmt: skip
 
     def __init__(self, answers: int, now: float) -> None:
         """
@@ -34,6 +37,7 @@ class Tries:
             answers: of all teachers so far, to any request.
         """
         self._answers = answers
+        self._answers_at_loss = -1  # as it was lost the last time; -1: it was not
         self._since_s = now
         self._refusals: dict[str, BadRequest] = {}  # by teacher that refuses it
         self._last_texts: dict[str, str] = {}  # by teacher: how its last try ended
@@ -47,7 +51,10 @@ class Tries:
     def refused(self, teacher: str, error: BadRequest) -> None:
         self._refusals[teacher] = error
 
-    def blame(self, teacher: str, blame: Blame) -> None:
+    def blame(self, teacher: str, blame: Blame, answers: int) -> None:
+        """Note a try; `answers` as of `__init__`, by now."""
+        if blame.lost:
+            self._answers_at_loss = answers
         self._last_texts[teacher] = blame.text
         self._count += 1
         self._failed += blame.failed
@@ -63,6 +70,14 @@ class Tries:
         return teacher not in self._last_texts or all(
             other in self._refusals or other in self._last_texts for other in able
         )
+
+    def lets_others_go_first(self, answers: int) -> bool:
+        """Whether other samples, if there are any, are to be asked before this.
+
+        Else it may be the first thing of every connection, and break it, for ever: others wait
+        behind it, and nothing shows that it is at fault. `answers` as of `__init__`, by now.
+        """
+        return answers == self._answers_at_loss
 
     def verdict(
         self, what: str, able: Collection[str], answers: int, now: float

@@ -249,20 +249,46 @@ def test_what_one_teacher_refuses_is_asked_of_another_and_an_error_when_there_is
 def test_after_how_many_tries_nobody_is_asked_any_more(blames, able, answers, now, is_over):
     tries = Tries(0, 0.0)
     for blame in blames:
-        tries.blame("a", blame)
+        tries.blame("a", blame, 0)
     assert (tries.verdict("item 6", able, answers, now) is not None) is is_over
 
 
 def test_who_has_failed_is_asked_again_only_when_no_other_teacher_is_left():
     tries = Tries(0, 0.0)
-    tries.blame("a", Blame(text="a: 500", failed=1))
+    tries.blame("a", Blame(text="a: 500", failed=1), 0)
     assert not tries.may_ask("a", ["a", "b"])
     assert tries.may_ask("b", ["a", "b"])
     assert tries.may_ask("a", ["a"])
-    tries.blame("b", Blame(text="b: 500", failed=1))
+    tries.blame("b", Blame(text="b: 500", failed=1), 0)
     assert tries.may_ask("a", ["a", "b"])
     tries.refused("b", BadRequest("b: no"))
     assert not tries.may_ask("b", ["a", "b"])
+
+
+def test_what_breaks_connections_goes_behind_others_until_one_of_them_is_answered():
+    feed = feed_of(*map(item, range(3)))
+    one = RequestLimits(join_bytes=ROW, most_bytes=ROW)
+    asked: list[float] = []
+    while len(asked) < 7:
+        request = take(feed, one)
+        (value,) = np.concatenate(request.feeds(0)).tolist()
+        asked.append(value)
+        if value:
+            feed.answered(request, answer(request), "a")
+        else:
+            feed.give_back(request, "a", Blame(text="a: reset", lost=2), 0.0)
+    assert asked == [0, 1, 0, 2, 0, 0, 0]
+
+
+def test_what_breaks_connections_waits_for_none_whose_predictions_have_no_room():
+    feed = Feed(1)
+    feed.add(item(0))
+    feed.add(item(1))
+    one = RequestLimits(join_bytes=ROW, most_bytes=ROW)
+    for _ in range(3):
+        request = take(feed, one)
+        assert np.concatenate(request.feeds(0)).tolist() == [0], "what the consumer waits for"
+        feed.give_back(request, "a", Blame(text="a: reset", lost=2), 0.0)
 
 
 def test_a_request_that_is_too_large_waits_again_in_two_parts():

@@ -330,12 +330,9 @@ def test_samples_are_asked_for_again_where_what_was_asked_has_ended_without_an_a
     reading = read(teacher, timeout_s=0.2, skips=True)
     wait_until(lambda: reading.found and reading.found[-1][1] is None)
 
-    def refuse_what_is_owed() -> RequestTooLarge:
-        if teacher.in_flight == 1:  # this is the last of it
-            teacher.refuse_with = lambda: None
-        return RequestTooLarge("so many are too many")
-
-    teacher.refuse_with = refuse_what_is_owed
+    # Twice: a batch of four samples comes down to one, which would be at fault the third time.
+    errors = iter([RequestTooLarge("so many are too many")] * 2)
+    teacher.refuse_with = lambda: next(errors, None)
     teacher.go_on()
     wait_until(lambda: reading.found[-1][1] is not None)
     reading.finish()

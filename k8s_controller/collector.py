@@ -21,6 +21,8 @@ from k8s_controller.decisions.capacity import capacity_of, requests_of
 from k8s_controller.decisions.spec import KIND, Object, SpecError, parse
 from k8s_controller.kube_api import KubeApi, KubeError, load_config
 
+PATIENCE_S = 60.0  # with an API server that has answered before
+
 
 def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Object]) -> ClusterLoad:
     """Return what runs, from what the API server lists.
@@ -109,11 +111,20 @@ def main(argv: list[str] | None = None) -> int:
 def _show(kube: KubeApi, args: argparse.Namespace) -> None:
     if not args.json:
         print(load_line(None))
-    shown = 0
+    shown, patience_until = 0, 0.0
     while True:
-        load = load_of(
-            kube.list_all(KIND, args.namespace), kube.list_all("Pod"), kube.list_all("Node")
-        )
+        try:
+            load = load_of(
+                kube.list_all(KIND, args.namespace), kube.list_all("Pod"), kube.list_all("Node")
+            )
+        except (KubeError, HTTPError) as error:
+            passes = not isinstance(error, KubeError) or error.status in (429, *range(500, 600))
+            if not passes or time.monotonic() > patience_until:
+                raise
+            print(f"edl top --kubernetes: trying again: {error}", file=sys.stderr)
+            time.sleep(args.interval_s)
+            continue
+        patience_until = time.monotonic() + PATIENCE_S
         line = json.dumps(load_json(load, time.time())) if args.json else load_line(load)
         print(line, flush=True)
         shown += 1

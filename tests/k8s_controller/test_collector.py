@@ -86,7 +86,9 @@ def test_what_is_no_quantity_is_refused(text):
         quantity(text)
 
 
-def test_edl_top_prints_the_cluster_of_a_kubeconfig(api_server: ApiServer, tmp_path, capsys):
+def test_edl_top_prints_the_cluster_of_a_kubeconfig(
+    api_server: ApiServer, tmp_path, capsys, monkeypatch
+):
     store = api_server.store
     if ("paddlepaddle.org", "v1", "trainingjobs") not in store.kinds:
         kind = store.kind("CustomResourceDefinition")
@@ -106,6 +108,22 @@ def test_edl_top_prints_the_cluster_of_a_kubeconfig(api_server: ApiServer, tmp_p
     assert line.split()[:3] == ["1", "0", "example:2"]
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["running"] == {"example": 2}
+
+    codes = [503]
+
+    def pause(_seconds: float) -> None:
+        if codes:
+            api_server.fail_next(codes.pop(), verb="list")
+
+    monkeypatch.setattr("k8s_controller.collector.time.sleep", pause)
+    argv[argv.index("--count") + 1] = "2"
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3, "it goes on where the API server cannot answer once"
+    assert "trying again: Kubernetes answers 503" in err
+    api_server.fail_next(503, verb="list")
+    assert main(argv) == 1, "one that does not answer from the start is told at once"
+    assert "Kubernetes answers 503" in capsys.readouterr().err
 
 
 def test_a_cluster_that_cannot_be_asked_is_named(tmp_path, capsys):

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distill_reader.balance.addresses import (
@@ -68,8 +68,7 @@ class DiscoveryConfig:
     redis: tuple[RedisAddress, ...]  # (): keep the registry in memory
     server: DiscoveryServerConfig
     job_server: str | None  # None: the demand is not posted
-    job_token: str
-    job_token_file: str | None  # None: that of the environment, if there is one
+    job_token: Callable[[], str]  # reads it; raises a UsageError where there is none any more
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,6 +106,9 @@ def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
     job_server = args.job_server
     if job_server is not None and not job_server.startswith(("http://", "https://")):
         raise UsageError(f"--job_server {job_server}: expected a URL such as http://HOST:8180")
+    job_token = functools.partial(read_job_token, args.job_server_token_file, os.environ)
+    if job_server is not None:
+        job_token()  # else only the log would say that it cannot be read
     return DiscoveryConfig(
         host=host,
         port=port,
@@ -115,8 +117,7 @@ def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
             token="" if args.insecure else token, is_open_to_legacy=args.insecure_legacy
         ),
         job_server=job_server,
-        job_token=read_job_token(args.job_server_token_file, os.environ) if job_server else "",
-        job_token_file=args.job_server_token_file,
+        job_token=job_token,
     )
 
 
@@ -125,8 +126,7 @@ async def _serve(config: DiscoveryConfig, listener: socket.socket) -> int:
     server = DiscoveryServer(registry, config.server)
     tasks = [asyncio.create_task(server.run(listener))]
     if config.job_server is not None:
-        reads = functools.partial(read_job_token, config.job_token_file, os.environ)
-        poster = DemandPoster(server.balancer, config.job_server, config.job_token, reads)
+        poster = DemandPoster(server.balancer, config.job_server, config.job_token)
         tasks.append(asyncio.create_task(poster.run()))
     stopping = stop_event()
     listener.listen()  # now: who reads that the server is ready may connect at once

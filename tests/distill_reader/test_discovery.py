@@ -86,10 +86,10 @@ def test_others_than_this_machine_need_a_token_or_leave(tmp_path, monkeypatch):
     monkeypatch.setenv("EDL_TOKEN_FILE", str(file))
     config = parse(*everywhere, "--insecure_legacy", "--job_server", "http://h:1")
     assert config.server.is_open_to_legacy
-    assert (config.server.token, config.job_token) == ("secret", "secret")
+    assert (config.server.token, config.job_token()) == ("secret", "secret")
     monkeypatch.setenv("EDL_TEACHER_TOKEN", "the teachers'")
     config = parse(*everywhere, "--job_server", "http://h:1")
-    assert (config.server.token, config.job_token) == ("the teachers'", "secret")
+    assert (config.server.token, config.job_token()) == ("the teachers'", "secret")
 
 
 @pytest.mark.parametrize(

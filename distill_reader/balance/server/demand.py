@@ -40,25 +40,18 @@ def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
 class DemandPoster:
     """Posts the demand every 2 s. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        balancer: Balancer,
-        job_server: str,
-        token: str,
-        read_token: Callable[[], str] | None = None,
-    ) -> None:
+    def __init__(self, balancer: Balancer, job_server: str, read_token: Callable[[], str]) -> None:
         """
         Args:
             job_server: URL, e.g. http://10.0.0.1:8180.
-            token: its token; "": none.
-            read_token: returns its token by now, or raises a UsageError; None: it stays.
+            read_token: returns its token by now, "": none; or raises a UsageError.
         """
         self._balancer = balancer
         self._url = job_server.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy for calls within EDL
-        self._use(token)
         self._read_token = read_token
+        self._use(read_token())
         self._logged_s = -_LOG_EVERY_S
 
     def _use(self, token: str) -> None:
@@ -97,7 +90,7 @@ class DemandPoster:
             if answer.status_code == HTTPStatus.NOT_FOUND:
                 logger.debug("%s: %s", url, answer.text[:200])  # this service is not on demand
             elif not answer.ok:
-                if answer.status_code == HTTPStatus.UNAUTHORIZED and self._read_token is not None:
+                if answer.status_code == HTTPStatus.UNAUTHORIZED:
                     with contextlib.suppress(UsageError):  # it is about to be written
                         self._use(self._read_token())
                 trouble = f"{url}: {answer.status_code} {answer.text[:200]}"

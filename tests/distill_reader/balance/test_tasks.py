@@ -101,7 +101,7 @@ def test_a_defect_in_telling_the_demand_ends_neither_that_nor_the_server(monkeyp
             raise ZeroDivisionError("a defect")
 
     async def run() -> None:
-        poster = demand.DemandPoster(Odd(), "http://127.0.0.1:1", "")  # type: ignore[arg-type]
+        poster = demand.DemandPoster(Odd(), "http://127.0.0.1:1", str)  # type: ignore[arg-type]
         task = asyncio.create_task(poster.run())
         await until(lambda: len(looks) > 2)
         assert not task.done()

@@ -118,7 +118,7 @@ def _show(kube: KubeApi, args: argparse.Namespace) -> None:
                 kube.list_all(KIND, args.namespace), kube.list_all("Pod"), kube.list_all("Node")
             )
         except (KubeError, HTTPError) as error:
-            passes = not isinstance(error, KubeError) or error.status in (429, *range(500, 600))
+            passes = not isinstance(error, KubeError) or error.status == 429 or error.status >= 500
             if not passes or time.monotonic() > patience_until:
                 raise
             print(f"edl top --kubernetes: trying again: {error}", file=sys.stderr)

@@ -25,10 +25,10 @@ from job_server.api.api_client import ApiClient, server_url
 from job_server.api.command_line import (
     DEFAULT_SERVER,
     OptionParser,
-    own_folder,
     read_token,
     token_in,
     token_now,
+    utf8_path,
 )
 from job_server.api.errors import ConfigError
 from job_server.api.local_servers import find_server
@@ -66,8 +66,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
     token_file = cwd / named if named else None
     try:
         token = token_in(token_file, "--token_file") if token_file else read_token(None, environ)
-        log_dir = own_folder("--log_dir", cwd / args.log_dir)
-        pod_path = own_folder("--pod_path", cwd / args.pod_path)
+        log_dir = utf8_path("--log_dir", cwd / args.log_dir)
+        pod_path = utf8_path("--pod_path", cwd / args.pod_path)
     except ConfigError as error:
         raise SetupError(str(error)) from None
     return ClientConfig(

@@ -21,9 +21,9 @@ from job_server.api.amounts import argument, cores, megabytes, seconds
 from job_server.api.command_line import (
     add_hang_flags,
     make_token,
-    own_folder,
     read_script_file,
     read_token,
+    utf8_path,
 )
 from job_server.api.errors import ConfigError
 from job_server.api.failure_policy import read_policy_file
@@ -208,7 +208,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         if args.cpu_slots is not None:
             check_range("--cpu_slots", args.cpu_slots, 1, 4096)
         spec, cpu_slots = _spec(args, environ)
-        log_dir = own_folder("--log_dir", args.log_dir)
+        log_dir = utf8_path("--log_dir", args.log_dir)
         token = read_token(None, environ, private=True) or make_token()
     except (ConfigError, WireError) as error:
         raise LaunchError(str(error), 2) from error

@@ -144,8 +144,8 @@ def keep_token(path: Path, token: str) -> None:
         file.write(token + "\n")
 
 
-def own_folder(flag: str, path: Path) -> Path:
-    """Return the absolute path of a folder or file that a program writes to and tells others of.
+def utf8_path(flag: str, path: Path) -> Path:
+    """Return a path as absolute, of what a program writes to and tells others of.
 
     Raises:
         ConfigError: it is not UTF-8, as all that programs tell each other.

@@ -11,9 +11,9 @@ from job_server.api.codec import WireError
 from job_server.api.command_line import (
     DEFAULT_PORT,
     OptionParser,
-    own_folder,
     read_script_file,
     read_token,
+    utf8_path,
 )
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
@@ -59,7 +59,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     token = read_token(args.token_file, environ, private=True)
     token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
     if args.db != ":memory:":
-        own_folder("--db", Path(args.db))
+        utf8_path("--db", Path(args.db))
     if not args.bind:
         raise ConfigError("--bind: expected an address, got an empty one")
     if token is None and not is_loopback(args.bind):

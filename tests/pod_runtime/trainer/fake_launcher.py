@@ -239,6 +239,7 @@ class FakeLauncher:
         self.submitted_at = 1.0  # of the job
         self.take_over = False
         self.segments: dict[int, list[int]] = {}  # stage -> descriptors
+        self._giving = threading.Lock()  # what is being given to a trainer is not closed meanwhile
         self.stages: list[Stage] = []
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -331,6 +332,13 @@ class FakeLauncher:
             if (newest := read_newest(fd)) is not None
         ]
         return max(found)
+
+    def close_segments(self, stage: int, number: int | None = None) -> None:
+        """Close the first `number` segments of a stage, or all, as shims do with old ones."""
+        with self._giving:
+            for fd in self.segments[stage][:number]:
+                os.close(fd)
+            del self.segments[stage][:number]
 
     def close(self) -> None:
         for stage in self.stages:
@@ -466,11 +474,11 @@ class FakeLauncher:
                 trainer = stage.trainers[message["rank"]]
                 trainer.lines = lines
                 plan = stage.plan or plan  # a script's second loop comes when it is committed
-                given: tuple[int, ...] = ()
-                if give_to is None or trainer.rank in give_to:
-                    given = self._segments_for(plan)
                 welcome = {"do": "welcome", "plan": encode(plan)}
-                with contextlib.suppress(OSError):  # it was killed meanwhile
+                with self._giving, contextlib.suppress(OSError):  # it was killed meanwhile
+                    given: tuple[int, ...] = ()
+                    if give_to is None or trainer.rank in give_to:
+                        given = self._segments_for(plan)
                     lines.send({**welcome, "fds": len(given)}, given)
             assert trainer is not None
             if message["say"] == "segment":

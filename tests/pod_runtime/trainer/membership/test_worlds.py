@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod_runtime.launcher.channel import close_all
 from pod_runtime.segment_header import read_newest
 from pod_runtime.trainer.progress.ledger_check import check_ledger
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -75,7 +74,7 @@ def cut_in_second_training(job: FakeLauncher, step: int, *args: str) -> int:
     stage.cut()
     drained = stage.drained()
     stage.end()
-    close_all([job.segments[1].pop(0)])  # as shims do, which have the second training's
+    job.close_segments(1, 1)  # as shims do, which have the second training's
     return drained
 
 
@@ -589,7 +588,7 @@ def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(la
     old.cut()
     new.commit((1, old.drained()), local_on_all_nodes=True)
     new.wait_all("done")
-    close_all(job.segments.pop(1))  # as shims do after the first snapshot of the next stage
+    job.close_segments(1)  # as shims do after the first snapshot of the next stage
 
     def have_said(word: str, times: int) -> bool:
         return all(len(trainer.words(word)) == times for trainer in new.trainers)

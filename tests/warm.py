@@ -4,8 +4,8 @@ The first test that wants one starts a server, which imports Paddle, or PyTorch,
 each script. A fork runs its script as `__main__`, in an environment, a folder and a session of its
 own, and ends as an interpreter ends, but for the destruction of modules: with a framework that
 takes a fifth of a second of the processor, more than most of the scripts. It has the hash seed of
-the other forks, and no modules but the framework and what that imports. In a new interpreter the
-import takes two seconds.
+the other forks, and no modules but the framework, the elastic loop and what these import. In a new
+interpreter the import takes two seconds.
 """
 
 import atexit
@@ -198,6 +198,8 @@ def _main() -> None:
         importlib.import_module("torch._dynamo")
     elif importlib.util.find_spec("sklearn") is not None:  # has the digits; takes as long as Paddle
         importlib.import_module("sklearn.model_selection")
+    importlib.import_module(f"pod_runtime.trainer.frameworks.{framework}.framework")
+    importlib.import_module("pod_runtime.trainer.elastic")
     gc.enable()
     # Else each fork's collections, and that at its end, go through what the imports have made: half
     # a second to one of processor time, as every page of it is copied.

@@ -54,6 +54,7 @@ def test_a_controller_that_starts_while_the_api_server_is_away_waits_for_it_as_l
     assert not isinstance(backoffs, Sized)  # kopf counts what it can, to say when it gives up
 
 
+@pytest.mark.full
 def test_watches_that_the_api_server_ends_with_an_error_begin_again(
     api_server: ApiServer, namespace: str, tmp_path: Path, monkeypatch,
     caplog: pytest.LogCaptureFixture,

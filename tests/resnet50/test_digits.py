@@ -5,6 +5,7 @@ import pytest
 from digits import make_sets
 
 
+@pytest.mark.full
 def test_digits_are_images_as_others(make_options):
     train, test = make_sets(make_options(image_shape=(3, 48, 48), resize_short_size=48))
     assert (len(train), len(test)) == (1437, 360)

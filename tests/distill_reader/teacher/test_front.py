@@ -143,6 +143,7 @@ def test_a_body_that_does_not_go_on_is_given_up(start_front, head):
     wait_until(running.is_idle)
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_take_its_answer_loses_it(start_front):
     running = start_front(limits=replace(QUICK, stall_s=3.0))  # the request is not to stall
     width = 900_000
@@ -165,6 +166,7 @@ def test_a_client_that_does_not_take_its_answer_loses_it(start_front):
         wait_until(running.is_idle)  # while the client is still connected, taking nothing
 
 
+@pytest.mark.full
 def test_a_grpc_message_that_does_not_go_on_ends_its_connection(start_front):
     running = start_front(limits=replace(QUICK, least_rate=1 << 16))
     with connect(running) as sock:

@@ -201,6 +201,7 @@ def test_a_deleted_database_that_cannot_be_written_anew_loses_nothing(path):
     store.close()
 
 
+@pytest.mark.full
 def test_a_second_server_on_the_same_database_is_refused(path):
     store = Store(path)
     with pytest.raises(ConfigError, match="in use by another job server"):

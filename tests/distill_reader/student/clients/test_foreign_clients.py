@@ -323,6 +323,7 @@ def test_an_outage_while_it_connects_is_not_taken_for_what_the_teacher_is(
     client.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("status", "scheme", "answer"),
     [

@@ -170,6 +170,7 @@ def test_a_lost_teacher_costs_no_sample_while_its_service_has_another(make: Make
     assert indices == list(range(300))
 
 
+@pytest.mark.full
 def test_a_service_that_fails_follows_the_policy_raise(make: Make):
     lost = teacher("b:1", 3, delay_s=0.002)
     reader = make({"a": [teacher("a:1", 1)], "b": [lost]}).set_no_teacher_timeout(3)

@@ -114,6 +114,7 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
         np.testing.assert_array_equal(double, 2 * image)
 
 
+@pytest.mark.full
 def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
@@ -134,6 +135,7 @@ def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
     results.close()
 
 
+@pytest.mark.full
 def test_a_student_that_is_given_one_that_refuses_it_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
@@ -222,6 +224,7 @@ def test_a_reader_that_is_forgotten_leaves(discovery, run):
     wait_until(lambda: not discovery.server.balancer.students)
 
 
+@pytest.mark.full
 def test_discovery_that_is_away_is_not_noticed(discovery, reader, run):
     run(Registered, discovery.endpoint)
     reader.set_dynamic_teacher(discovery.endpoint, "svc")
@@ -278,6 +281,7 @@ def test_the_environment_has_the_last_word(discovery, reader, run, monkeypatch):
     assert not list(results)
 
 
+@pytest.mark.full
 def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.05)
     run(Registered, discovery.endpoint)
@@ -303,6 +307,7 @@ def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     assert 0 < measured.busy_share <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("services", [["svc"], ["a", "b"]])
 @pytest.mark.parametrize(
     "cache",

@@ -205,6 +205,7 @@ def test_a_slow_teacher_gets_less_by_itself(read):
     assert fast.samples > 3 * slow.samples
 
 
+@pytest.mark.full
 def test_each_teacher_has_at_least_two_requests_at_once(read):
     one, two = FakeTeacher("a:1", delay_s=0.02), FakeTeacher("b:1", delay_s=0.02)
     reading = read(one, two, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
@@ -536,6 +537,7 @@ def test_of_joined_items_only_the_one_at_fault_is_an_error(read, hurried):
     assert "item 6" in str(reading.error)
 
 
+@pytest.mark.full
 def test_a_teacher_whose_connections_break_at_each_request_is_not_asked_without_a_pause(
     read, monkeypatch
 ):
@@ -882,6 +884,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr("distill_reader.student.pool.supervisor.TICK_S", 0.005)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [16, 8, 4])
 def test_slow_teachers_compute_nothing_twice_and_are_not_dropped(read, quick, caplog, seconds: int):
     one, two = (FakeTeacher(name, delay_s=seconds / 50) for name in ("a:1", "b:1"))
@@ -895,6 +898,7 @@ def test_slow_teachers_compute_nothing_twice_and_are_not_dropped(read, quick, ca
     assert "lost" not in caplog.text
 
 
+@pytest.mark.full
 def test_a_slow_teacher_beside_a_fast_one_adds_to_it(read, quick, caplog):
     fast, slow = FakeTeacher("a:1", delay_s=10 / 50), FakeTeacher("b:1", delay_s=20 / 50)
     for teacher in (fast, slow):

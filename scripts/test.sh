@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests. Installs into .venv on the first run.
-#   ./scripts/test.sh           all checks, then all tests but the long forms
+#   ./scripts/test.sh           all checks, then all tests but the heavy and the long: 7 minutes
 #   ./scripts/test.sh --fast    the tests that start no process and load no framework: a minute
-#   ./scripts/test.sh --all     all tests but the long forms, without the checks
+#   ./scripts/test.sh --all     all tests but the long forms, without the checks, as CI runs them
 #   ./scripts/test.sh --slow    the long forms, which nothing runs by itself
 # Other arguments go to pytest, which then runs one test after the other:
 #   ./scripts/test.sh tests/job_server -k placement
@@ -35,7 +35,7 @@ case "${1:-}" in
     --slow) "$python" -m pytest -m slow "${@:2}" ;;
     "")
         PATH="$root/.venv/bin:$PATH" ./scripts/check.sh
-        run_tests
+        run_tests -m "not slow and not heavy"
         ;;
     *) "$python" -m pytest "$@" ;;
 esac

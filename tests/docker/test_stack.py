@@ -133,6 +133,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         network.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_the_stack_of_compose_trains_resnet50_on_two_nodes_to_its_end(stack: Stack, capsys) -> None:
     stack.start("job-server")

@@ -66,6 +66,7 @@ def memory_before() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_killing_each_kind_of_process_loses_no_sample(
     counting_cluster: Callable[..., Cluster], memory_before: set[str]
@@ -105,6 +106,7 @@ def test_killing_each_kind_of_process_loses_no_sample(
     check_nothing_is_left(cluster, memory_before)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("overlap", "way", "sizes"),

@@ -44,6 +44,7 @@ def epochs_done(cluster: Cluster) -> list[tuple[int, int]]:
     return [(int(epoch), int(trainers)) for epoch, trainers in found]
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_no_epoch_is_skipped_when_pods_come_and_a_trainer_is_killed(cluster: Cluster) -> None:
     cluster.submit(JobSpec(job_id="epochs", pods=1, max_pods=2, grace_s=3, spares=1))

@@ -7,6 +7,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from job_server.api.failure_policy import default_policy
 from job_server.api.wire import JobState
 from tests.e2e.folders import Folders
@@ -134,6 +136,7 @@ def test_what_cannot_pass_ends_the_job_with_its_reason(folders: Folders) -> None
         assert len(status.stages) == stages, (name, status.reason)
 
 
+@pytest.mark.heavy
 def test_5_6_starts_that_do_not_end_are_called_off_and_tried_again(folders: Folders) -> None:
     """Of docs/supervision.md: trainers that start for ever, and package scripts that do not end."""
     go, again = folders.folder / "go", folders.folder / "again"

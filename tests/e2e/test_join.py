@@ -10,6 +10,7 @@ from tests.e2e.test_chaos import finish_and_check
 from tests.support import standing_still, wait_until
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_kills_amid_a_change_by_join_lose_no_sample(
     counting_cluster: Callable[..., Cluster],

@@ -65,6 +65,7 @@ def test_a_whole_stack_that_is_stopped_leaves_its_newest_step_and_goes_on_from_t
     finish_and_check(cluster)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("overlap", "moment"),

@@ -133,6 +133,7 @@ def check(cluster: SearchingCluster, trials: list[Trial], *, count: int, epochs:
     assert f"best: trial {best.number} " in cluster.said()
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_search_survives_the_kill_of_each_of_its_programs(make_cluster) -> None:
     cluster = make_cluster(slots=2, trials=3, epochs=4)

@@ -94,6 +94,7 @@ def cluster(tmp_path: Path) -> Iterator[SharingCluster]:
     made.stop()
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_shared_jobs_give_way_and_are_stopped_and_no_sample_is_lost(
     cluster: SharingCluster,

@@ -45,6 +45,7 @@ def shim_of(cluster: Cluster, pod_id: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rank_0s_pod_is_lost_and_the_others_go_on_at_once_and_later_a_trainer_dies(
     counting_cluster: Callable[..., Cluster], long: bool

@@ -42,6 +42,7 @@ HANGS = {  # what a trainer does that hangs: in which words that is said
 }
 
 
+@pytest.mark.heavy
 def test_1_2_3_trainers_that_hang_are_said_and_killed_and_their_jobs_go_on(
     folders: Folders,
 ) -> None:

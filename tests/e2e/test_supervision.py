@@ -22,6 +22,7 @@ def slots_of(status: JobStatus) -> list[int]:
     return sorted(slot for pod in status.pods for slot in pod.slots)
 
 
+@pytest.mark.heavy
 def test_a_straggler_is_said_and_its_pod_moves_to_a_free_slot_if_the_job_wants_that(
     folders: Folders,
 ) -> None:

@@ -142,6 +142,7 @@ def undisturbed(folder: Path, teacher: str) -> dict[str, float]:
     return result
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_student_learns_the_same_while_its_pods_and_its_teachers_change(
     service: Service, cluster: Cluster, tmp_path: Path

@@ -31,6 +31,7 @@ def test_changes_and_a_kill_lose_no_sample(counting_cluster: Callable[..., Clust
     finish_and_check(cluster)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_a_later_loop_of_a_script_is_paused_changed_and_killed_as_the_first_one(
     counting_cluster: Callable[..., Cluster],

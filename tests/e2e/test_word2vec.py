@@ -13,6 +13,7 @@ from tests.e2e.cluster import Cluster
 from tests.support import ROOT, wait_until
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_loses_no_ngram(tmp_path: Path) -> None:
     draw, text, shards = random.Random(5), tmp_path / "text", tmp_path / "shards"

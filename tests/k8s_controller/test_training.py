@@ -19,6 +19,7 @@ DEFINITION = ROOT / "manifests" / "crd.yaml"
 pytestmark = pytest.mark.full
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("framework", "program", "first", "more", "fewer"),

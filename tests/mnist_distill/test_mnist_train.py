@@ -126,6 +126,7 @@ def test_nothing_runs_any_more_after_run(whole_run):
     wait_until(lambda: not processes_with(whole_run[2]), what="all have ended")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("number", "code"),
     [

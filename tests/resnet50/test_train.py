@@ -160,6 +160,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_ends_with_2(tmp_path, options
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.heavy
 def test_the_package_script_makes_a_folder_that_trains_by_itself(tmp_path):
     pods = tmp_path / "pods"
     made = start(

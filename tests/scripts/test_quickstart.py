@@ -78,6 +78,7 @@ def test_the_quickstart_ends_well_and_leaves_nothing_running(
     assert list((tmp_path / "out" / "checkpoint").rglob("manifest.json"))
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp_path: Path):
     pytest.importorskip("torch")  # so that the other framework's quickstart is seen as well

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 from job_server.api.failure_policy import DO_NOT_RESTART_EXIT, OOM_KILL, UNKILLABLE
 from job_server.api.text import describe_exit
@@ -296,6 +297,7 @@ class Launcher:
                 f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
             )
         self._refuse_twins(name, self._connections.get(name), connection)
+        self._refuse_successors(name, connection)
         self._connections[name] = connection
         if hello.adapter:
             self._pool.preload_adapter(hello.adapter)
@@ -308,21 +310,47 @@ class Launcher:
         Raises:
             ChannelError: they are.
         """
-        key, rank = name
-        run = state.find_run(self._pod, key)
+        run = state.find_run(self._pod, name[0])
         if before is None or not before.open or run is None or run.done_step is not None:
             return
         other = read(before.peer_pid)
         if before.peer_pid == now.peer_pid or other is None or other.state in "ZX":
             return
-        text = (
+        self._refuse_loop(
+            name,
             f"two processes of the script have made a Loop, pid {before.peer_pid} and "
-            f"{now.peer_pid}, and both would be rank {rank}: the launcher starts a process for "
+            f"{now.peer_pid}, and both would be rank {name[1]}: the launcher starts a process for "
             f"each trainer. Call the function that trains once, without "
             f"torch.multiprocessing.spawn and the like. Where workers of a DataLoader start by "
             f"spawn or forkserver, which run the script again, write what trains under "
-            f"if __name__ == '__main__':"
+            f"if __name__ == '__main__':",
         )
+
+    def _refuse_successors(self, name: Name, now: TrainerConnection) -> None:
+        """See that no training of a script is another process's than the one before.
+
+        A loop is known by its place among those of its process: a state of the one in memory would
+        be taken for one of the other after a crash.
+
+        Raises:
+            ChannelError: it is; the trainer fails by that.
+        """
+        trainer, run = self._pool.get(name), state.find_run(self._pod, name[0])
+        if trainer is None or run is None:
+            return
+        before, trainer.loop_pid = trainer.loop_pid, now.peer_pid
+        if before not in (None, now.peer_pid) and run.done_step is not None:
+            self._refuse_loop(
+                name,
+                f"a process of the script, pid {before}, has trained before, and another one makes "
+                f"a Loop now, pid {now.peer_pid}: after a crash one could go on with the model of "
+                f"the other. Make the loops one after the other in one process, or start each "
+                f"training by itself (edl run, edl submit)",
+            )
+
+    def _refuse_loop(self, name: Name, text: str) -> NoReturn:
+        """Have a trainer fail by a loop that it must not make. Raises ChannelError."""
+        key, rank = name
         error = TrainerError(chain=(RaisedError(types=(_USAGE_ERROR, "Exception"), text=text),))
         evidence, _ = self._evidence(self._pool.get(name), killed=False)
         self._pod = state.received(self._pod, key, rank, Raised(error=error), evidence)

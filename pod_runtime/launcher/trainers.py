@@ -89,6 +89,7 @@ class TrainerProcess:
         self._pidfd = os.pidfd_open(self.pid)
         self.killed_at: float | None = None  # monotonic, by SIGKILL; None: it was not
         self.children: set[int] = set()  # pids of its children that were seen
+        self.loop_pid: int | None = None  # it, or its child that has made a loop; None: none has
 
     @property
     def key(self) -> tuple[int, int]:

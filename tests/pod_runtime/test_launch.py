@@ -560,6 +560,22 @@ def test_two_processes_of_a_script_that_would_be_one_trainer_are_refused(
     assert "forkserver, which run the script again" in failed.reason
 
 
+def test_a_training_of_a_second_process_of_a_script_is_refused(server, make_pod, tmp_path):
+    # As of a script that starts one `train.py` after the other: a state in memory could not say of
+    # which of them it is, and after a crash the second would go on with the model of the first.
+    script = tmp_path / "train.sh"
+    script.write_text(f'#!/bin/sh\n{sys.executable} {TOY} "$@"\n{sys.executable} {TOY} "$@"\n')
+    script.chmod(0o755)
+    pod = make_pod()
+    pod.start("--steps", "5", script=str(script))
+    start_stage(server, 1, pod)
+    failed = server.wait_told(ReportKind.FAILED)
+    assert failed.error is not None
+    assert failed.error.chain[0].types[0] == f"{UsageError.__module__}.{UsageError.__name__}"
+    assert "has trained before, and another one makes a Loop now" in failed.reason
+    assert "one after the other in one process" in failed.reason
+
+
 def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):
     pod = make_pod()
     pod.start("--steps", "5")

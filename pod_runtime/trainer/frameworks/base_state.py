@@ -486,6 +486,35 @@ class BaseState(ABC):
                 )
 
 
+def kind_of_scheduler(scheduler: Any, base: type) -> str:
+    """Return the name of a scheduler's type, with those of the schedulers that it is made of.
+
+    Args:
+        base: of the framework's schedulers.
+    """
+    held = [each if isinstance(each, list | tuple) else [each] for each in vars(scheduler).values()]
+    parts = [
+        kind_of_scheduler(each, base) for few in held for each in few if isinstance(each, base)
+    ]
+    return type(scheduler).__name__ + (f"({', '.join(parts)})" if parts else "")
+
+
+def check_schedulers(stored: Sequence[str] | None, mine: Sequence[str]) -> None:
+    """See that a state is of schedulers of these kinds: others cannot go on where one stands.
+
+    Args:
+        stored: None: made by a version that did not store them.
+
+    Raises:
+        StateError: it is not.
+    """
+    if stored is not None and list(stored) != list(mine):
+        raise StateError(
+            f"scheduler: the state was made with {', '.join(stored)}, this script has "
+            f"{', '.join(mine)}; use the same, or another checkpoint path"
+        )
+
+
 def _rounded(value: Any) -> Any:
     """Return plain values without the digits in which processors differ."""
     if isinstance(value, float):

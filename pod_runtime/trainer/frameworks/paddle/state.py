@@ -14,7 +14,11 @@ import numpy as np
 import paddle
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.frameworks.base_state import BaseState
+from pod_runtime.trainer.frameworks.base_state import (
+    BaseState,
+    check_schedulers,
+    kind_of_scheduler,
+)
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.paddle import tensors
 from pod_runtime.trainer.frameworks.paddle.tensors import (
@@ -101,6 +105,9 @@ class PaddleOptimizer:
                     f"all layers that are trained into one paddle.nn.Layer and pass that"
                 )
 
+        scheduler, base = self._scheduler(), paddle.optimizer.lr.LRScheduler
+        kinds = [] if scheduler is None else [kind_of_scheduler(scheduler, base)]
+        self._scheduler_kinds = kinds
         # Of a scheduler a state holds how far it has come, and no options.
         rate = self._now()
         self.built: dict[str, Any] = rate if "lr" in rate else {}
@@ -143,7 +150,8 @@ class PaddleOptimizer:
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the scheduler's state or the learning rate, as JSON types."""
         found = (self._committed if committed else None) or self._now()
-        return {"optimizer": self.kind, "built": self.built} | {
+        head = {"optimizer": self.kind, "scheduler_kinds": self._scheduler_kinds}
+        return {**head, "built": self.built} | {
             name: to_plain(name, value) for name, value in found.items()
         }
 
@@ -154,6 +162,7 @@ class PaddleOptimizer:
                 "optimizer: the state and this script differ in whether the learning rate is a "
                 "scheduler; use the same, or another checkpoint path"
             )
+        check_schedulers(scalars.get("scheduler_kinds"), self._scheduler_kinds)
         known = set(self._structured.values())
         for name in names:
             if name.rpartition(".")[0] not in known:

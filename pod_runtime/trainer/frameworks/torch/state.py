@@ -10,7 +10,11 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.frameworks.base_state import BaseState
+from pod_runtime.trainer.frameworks.base_state import (
+    BaseState,
+    check_schedulers,
+    kind_of_scheduler,
+)
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.torch import tensors
@@ -128,6 +132,8 @@ class TorchOptimizer:
         self.kind = type(optimizer).__name__
         self._optimizer = optimizer
         self._schedulers = list(schedulers)
+        base = torch.optim.lr_scheduler.LRScheduler
+        self._scheduler_kinds = [kind_of_scheduler(each, base) for each in self._schedulers]
         # Groups and schedulers' states as they were at the last commit; None: there was none.
         self._committed: tuple[list[dict[str, Any]], list[dict[str, Any]], list[list[str]]] | None
         self._committed = None
@@ -192,6 +198,7 @@ class TorchOptimizer:
         now = (self._committed if committed else None) or self._now()
         return {
             "optimizer": self.kind,
+            "scheduler_kinds": self._scheduler_kinds,
             "built": self.built,
             "optimizer_numbers": self._numbers(),
             **self._plain(*now),
@@ -224,6 +231,7 @@ class TorchOptimizer:
                     f"optimizer: the state has {stored_count} {what}, this script {count}; use as "
                     f"many, or another checkpoint path"
                 )
+        check_schedulers(scalars.get("scheduler_kinds"), self._scheduler_kinds)
         known = {name for name, _parameter in self._parameters()}
         for name in names:
             if name.rpartition(".")[0] not in known:

@@ -12,6 +12,7 @@ import paddle.distributed as dist
 import pytest
 from paddle import nn
 from paddle.distributed import parallel
+from paddle.optimizer import lr
 
 from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
 from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec
@@ -555,6 +556,25 @@ def test_a_state_of_another_optimizer_or_precision_is_refused():
     )
     with pytest.raises(StateError, match=r"0\.weight: the state holds float32, the model float64"):
         wide.state.load(layout, memoryview(data), scalars)
+
+
+def test_a_state_of_another_kind_of_scheduler_is_refused():
+    def made(schedule: Any) -> Framework:
+        model = network()
+        optimizer = paddle.optimizer.SGD(schedule, parameters=model.parameters())
+        return paddle_framework(model, optimizer, header_size=HEADER)
+
+    def cosine() -> Any:
+        return lr.CosineAnnealingDecay(0.1, 5)
+
+    layout, data, scalars = take(made(cosine()))
+    made(cosine()).state.load(layout, memoryview(data), scalars)
+    for other, name in (
+        (lr.LinearWarmup(cosine(), 2, 0.0, 0.1), r"LinearWarmup\(CosineAnnealingDecay\)"),
+        (lr.StepDecay(0.1, 2), "StepDecay"),
+    ):
+        with pytest.raises(StateError, match=f"with CosineAnnealingDecay, .* has {name}; use the"):
+            made(other).state.load(layout, memoryview(data), scalars)
 
 
 def sync_norm() -> Any:

@@ -1004,6 +1004,54 @@ def test_a_state_of_another_optimizer_or_precision_is_refused_and_changes_nothin
     assert target.take() == before
 
 
+def in_sequence(optimizer: Any, *parts: Any) -> Any:
+    made = [part(optimizer) for part in parts]
+    return lr_scheduler.SequentialLR(optimizer, made, list(range(2, 1 + len(parts))))
+
+
+def cosine(optimizer: Any) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (
+            cosine,
+            lambda o: lr_scheduler.LambdaLR(o, lambda _n: 1.0),
+            "CosineAnnealingLR, .* LambdaLR;",
+        ),
+        (
+            cosine,
+            lambda o: lr_scheduler.StepLR(o, 2),
+            "with CosineAnnealingLR, this script has StepLR;",
+        ),
+        (
+            cosine,
+            lambda o: in_sequence(o, lr_scheduler.LinearLR, cosine),
+            r"has SequentialLR\(LinearLR, CosineAnnealingLR\); use the same, or another checkpoint",
+        ),
+        (
+            lambda o: in_sequence(o, lr_scheduler.LinearLR, cosine),
+            lambda o: in_sequence(o, lr_scheduler.LinearLR, lr_scheduler.ConstantLR),
+            r"SequentialLR\(LinearLR, CosineAnnealingLR\), .*\(LinearLR, ConstantLR\);",
+        ),
+    ],
+)
+def test_a_state_of_another_kind_of_scheduler_is_refused(one, other, text):
+    def made(scheduler: Any) -> Framework:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return torch_framework(
+            model, optimizer, header_size=HEADER, schedulers=[scheduler(optimizer)]
+        )
+
+    layout, data, scalars = take(made(one))
+    made(one).state.load(layout, memoryview(data), scalars)
+    with pytest.raises(StateError, match=text):
+        made(other).state.load(layout, memoryview(data), scalars)
+
+
 def lazy() -> Any:
     return nn.LazyLinear(2)
 

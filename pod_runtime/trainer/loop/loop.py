@@ -294,7 +294,7 @@ class Loop:
                 if self._open_step is None and not self._changes.has_drawn:
                     self._seed_outside_of_steps(0)
             if not (self._is_warming_up or self._changes.is_pending):
-                self._joiner.settled()
+                self._settle()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
         assert self._steps is not None
@@ -339,6 +339,16 @@ class Loop:
     @property
     def _is_warming_up(self) -> bool:
         return self._open_step is not None and self._open_step.is_warmup
+
+    @property
+    def _is_begun_too_late(self) -> bool:
+        """The body of an epoch was begun before the state came, and the training is complete."""
+        return self._epoch is not None and self._entered().stage.progress.is_finished
+
+    def _settle(self) -> None:
+        """Drop the memory of the state that was loaded, unless it has to be loaded once more."""
+        if not self._is_begun_too_late:
+            self._joiner.settled()
 
     # --- what a script asks
 
@@ -395,7 +405,9 @@ class Loop:
             yield epoch
             self._changes.end_reads()
             progress = self._entered().stage.progress
-            if progress.is_finished:  # it was when this stage began, and there was a warm-up step
+            if self._is_begun_too_late:
+                self._joiner.load_again()  # what the body has done behind the steps is undone
+                self._joiner.settled()
                 break
             if not progress.epoch_is_over:
                 raise UsageError(
@@ -662,7 +674,10 @@ class Loop:
     def _find_epoch(self) -> EpochPosition:
         progress = self._entered().stage.progress
         cursor = progress.cursor
-        left = 0 if progress.is_finished else progress.batches.steps_left(cursor.offset)
+        if progress.is_finished:  # it begins behind the last epoch's steps, as after a crash there
+            steps = progress.batches.steps_left(0)
+            return EpochPosition(number=cursor.epoch - 1, first_step=steps, steps=steps)
+        left = progress.batches.steps_left(cursor.offset)
         return EpochPosition(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
 
     def _run_epoch(self) -> Iterator[Step]:
@@ -679,7 +694,7 @@ class Loop:
             self._changes.steps_reached_with_state()
         else:
             self._changes.steps_reached(self._steps.cursor)
-            self._joiner.settled()
+            self._settle()
         if self._entered().stage.worlds is not None:
             yield from self._choose_shards(self._entered().stage)
         if self._rehearsal is not None:
@@ -789,7 +804,7 @@ class Loop:
         else:
             self._joiner.load_again()  # what the rest of the body did to the state is undone
             self._changes.state_loaded_in_body(self._steps.cursor)
-        self._joiner.settled()
+        self._settle()
         self._entered().restart_clock()
 
     def _choose_shards(self, stage: TrainerStage) -> Iterator[Step]:

@@ -579,6 +579,35 @@ def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_ser
     finish(new)
 
 
+def test_trainers_that_take_over_a_complete_training_make_no_epoch_more(launch, tmp_path: Path):
+    # As where the last checkpoint takes long, or its disk is full. They have begun an epoch's body
+    # before they have the state, and come to what follows its steps.
+    path = tmp_path / "checkpoint"
+    job = launch("ended.py", 2)
+    flags = ("--out", str(job.folder), "--checkpoint", str(path))
+    old = job.start(1, *flags)
+    new = job.start(2, *flags, overlaps=True)
+    new.wait_all("prepared")
+    old.go()
+    wait_until(lambda: "its last checkpoint is not written" in old.logs(), 60, old.logs())
+    old.cut()
+    new.commit((1, old.drained()))
+    new.wait_all("loaded")
+    wait_until(lambda: "its last checkpoint is not written" in new.logs(), 60, new.logs())
+    path.unlink()
+    (job.folder / "away").rename(path)
+    assert new.codes() == [0, 0], new.logs()
+    old.end()
+    assert (job.folder / "told.1.0").read_text().split("\n")[-2] == "2 4 4"
+    assert (job.folder / "told.2.0").read_text() == "2 4 0\n", "the last epoch, as after a crash"
+    found = CheckpointStore(open_storage(path)).load_newest()
+    assert found is not None
+    host_state, _made = found
+    (spec,) = (each for each in host_state.layout.specs if each.name == "extra/average/epochs")
+    data = np.frombuffer(host_state.data, np.uint8)[spec.offset : spec.offset + spec.size_bytes]
+    assert data.view(np.float32).tolist() == [3.0]
+
+
 def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(launch):
     job = launch("again.py", 2)
     old = job.start(1, "--out", str(job.folder))

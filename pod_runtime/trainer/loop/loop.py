@@ -343,7 +343,8 @@ class Loop:
     @property
     def _is_begun_too_late(self) -> bool:
         """The body of an epoch was begun before the state came, and the training is complete."""
-        return self._epoch is not None and self._entered().stage.progress.is_finished
+        is_begun = self._epoch is not None and not self._finished
+        return is_begun and self._entered().stage.progress.is_finished
 
     def _settle(self) -> None:
         """Drop the memory of the state that was loaded, unless it has to be loaded once more."""
@@ -370,7 +371,7 @@ class Loop:
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0 on; an epoch is over when the next is asked for."""
-        return self._entered().cursor.epoch
+        return self._entered().cursor.epoch - self._is_begun_too_late
 
     @property
     def shards_per_batch(self) -> int:
@@ -484,14 +485,14 @@ class Loop:
             raise UsageError("save_best: it needs Loop(checkpoint=...), below which it writes")
         steps, step = self._entered(), self._open_step
         self._changes.end_reads()
-        cursor, number = steps.cursor, to_float(value)
+        number = to_float(value)
         found = BestCheckpoint(
             metric=metric,
             mode=mode,
             value=number,
             stage=steps.stage.progress.stage,
             step=steps.stage.progress.step + (step is not None),
-            epoch=cursor.epoch,
+            epoch=self.epoch,
         )
         if self._is_warming_up:
             return found
@@ -578,7 +579,7 @@ class Loop:
                             fn,
                             order=order,
                             seed=self._settings.seed,
-                            epoch=self._entered().cursor.epoch,
+                            epoch=self.epoch,
                             rank=self.rank,
                             world_size=self.world_size,
                             meet=self._meet_between_steps,
@@ -604,7 +605,7 @@ class Loop:
         if self.rank == 0:
             logger.info(
                 "epoch %d, step %d: %s",
-                steps.cursor.epoch,
+                self.epoch,
                 steps.cursor.global_step,
                 ", ".join(f"{name} {value:.6g}" for name, value in shown.items()),
             )

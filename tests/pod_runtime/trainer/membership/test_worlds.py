@@ -598,8 +598,8 @@ def test_trainers_that_take_over_a_complete_training_make_no_epoch_more(launch, 
     (job.folder / "away").rename(path)
     assert new.codes() == [0, 0], new.logs()
     old.end()
-    assert (job.folder / "told.1.0").read_text().split("\n")[-2] == "2 4 4"
-    assert (job.folder / "told.2.0").read_text() == "2 4 0\n", "the last epoch, as after a crash"
+    assert (job.folder / "told.1.0").read_text().split("\n")[-2] == "2 2 4 4"
+    assert (job.folder / "told.2.0").read_text() == "2 2 4 0\n", "the last epoch, as after a crash"
     found = CheckpointStore(open_storage(path)).load_newest()
     assert found is not None
     host_state, _made = found

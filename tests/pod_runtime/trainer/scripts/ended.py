@@ -53,4 +53,4 @@ for epoch in loop.epochs():
             args.checkpoint.touch()
     average.epochs.set_value(average.epochs + 1)
     with (args.out / f"told.{os.environ['EDL_STAGE']}.{loop.rank}").open("a") as told:
-        print(epoch.number, epoch.steps, len(epoch), file=told)
+        print(epoch.number, loop.epoch, epoch.steps, len(epoch), file=told)

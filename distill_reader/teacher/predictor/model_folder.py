@@ -17,6 +17,7 @@ from distill_reader.protocols.prototxt import SERVER_FILES, ModelConfig, ServedV
 from distill_reader.teacher.predictor.model_program import (
     ModelProgram,
     ProgramVariable,
+    missing_bytes,
     read_program,
 )
 
@@ -101,6 +102,28 @@ def check_room(folder: str | Path, names: Iterable[str], *, besides: Collection[
     there = [each for each in found if each.is_file() and each.name not in besides]
     files = sorted({*there, *(folder / name for name in names)})
     _find_params(folder, files, _find_program(folder, files, None), None)
+
+
+def check_whole(files: ModelFiles) -> None:
+    """See that no file of parameters ends in its last tensor, as one does that is copied in part.
+
+    Paddle would load it, and compute with whatever the memory holds there.
+
+    Raises:
+        ModelError: one does, or cannot be read; names it.
+    """
+    for path in files.paths:
+        if path == files.program:
+            continue
+        try:
+            missing = missing_bytes(path)
+        except OSError as error:
+            raise ModelError(f"{path}: {error.strerror}") from error
+        if missing:
+            raise ModelError(
+                f"{path}: is cut off: its last tensor lacks {missing} bytes; copy the model into "
+                "its folder again"
+            )
 
 
 def read_signature(files: ModelFiles, name: str) -> Signature:

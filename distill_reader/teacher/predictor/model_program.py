@@ -1,13 +1,18 @@
 """Read the inputs and outputs of a Paddle model from its program file, without Paddle.
 
-Paddle Inference itself gives their names, but no types or shapes until the model has run.
+Paddle Inference itself gives their names, but no types or shapes until the model has run. Nor does
+it notice that a file of parameters ends in the values of its last tensor.
 """
 
 import json
+import math
+import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from distill_reader.errors import ModelError
@@ -42,8 +47,11 @@ _PIR_TYPES = {  # suffix of a type's name in a .json program -> numpy's name
     "c128": "complex128",
 }
 
+_BYTES = {"bfloat16": 2}  # of a value, where numpy does not know the type
+_MOST_LEVELS = 16  # of a tensor's LoD; more says that the file is no file of parameters
+
 # The parts of Paddle's framework.proto that are read here.
-_PROGRAM_DESC = message_classes(
+_MESSAGES = message_classes(
     "paddle.framework.proto",
     {
         "ProgramDesc": "repeated BlockDesc blocks = 1",
@@ -60,7 +68,8 @@ _PROGRAM_DESC = message_classes(
         "OpDesc.Attr": "string name = 1; int32 i = 3",
     },
     syntax="proto2",  # tells a missing data_type from bool, which is 0
-)["ProgramDesc"]
+)
+_PROGRAM_DESC, _TENSOR_DESC = _MESSAGES["ProgramDesc"], _MESSAGES["VarType.TensorDesc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +118,48 @@ def read_program(path: str | Path) -> ModelProgram:
             "export the model for inference (paddle.jit.save with input_spec)"
         )
     return program
+
+
+def missing_bytes(path: str | Path) -> int:
+    """Return how many bytes a file of parameters lacks at its end.
+
+    It is 0 as well for a file of any other form. Raises: OSError.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        end = 0
+        while end < size:
+            file.seek(end)
+            try:
+                end = _tensor_end(file)
+            except (struct.error, DecodeError, LookupError, ValueError):
+                return 0  # what Paddle cannot read either, or a type that is unknown here
+    return end - size
+
+
+def _tensor_end(file: BinaryIO) -> int:
+    """Return where the tensor ends that begins here.
+
+    A version, the levels of its LoD, another version, its type and shape, and its values.
+    """
+    version, levels = struct.unpack("<IQ", file.read(12))
+    if version or levels > _MOST_LEVELS:
+        raise ValueError("no tensor")
+    for _ in range(levels):
+        (length,) = struct.unpack("<Q", file.read(8))
+        file.seek(length, os.SEEK_CUR)
+    version, length = struct.unpack("<Ii", file.read(8))
+    if version or length < 0:
+        raise ValueError("no tensor")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError("no tensor")
+    desc = _TENSOR_DESC.FromString(text)
+    values: int = math.prod(desc.dims)
+    if not desc.HasField("data_type") or values < 0:
+        raise ValueError("no tensor")
+    dtype = _PROGRAM_TYPES[desc.data_type]
+    return file.tell() + values * (_BYTES.get(dtype) or np.dtype(dtype).itemsize)
 
 
 def parse_pir(content: bytes) -> ModelProgram:

@@ -14,6 +14,7 @@ from distill_reader.teacher.predictor.digest import digest_of, stamp
 from distill_reader.teacher.predictor.model_folder import (
     ModelFiles,
     Signature,
+    check_whole,
     find_model,
     read_signature,
 )
@@ -34,6 +35,7 @@ def load(folder: str, name: str, device: Device) -> "PaddleBackend":
     tensors = (*signature.spec.inputs, *signature.spec.outputs)
     names = [f"{tensor.name} {tensor.variable}" for tensor in tensors]
     before = stamp(files.paths)
+    check_whole(files)
     spec = replace(signature.spec, digest=digest_of(files.folder, files.paths, *names))
     signature = replace(signature, spec=spec)
     backend = PaddleBackend(signature, _create_predictor(files, device))

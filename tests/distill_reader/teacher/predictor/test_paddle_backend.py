@@ -1,4 +1,5 @@
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from distill_reader.errors import ModelError, UsageError
 from distill_reader.teacher.predictor import process as predictor_process
 from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.model_folder import find_model
 from distill_reader.teacher.predictor.paddle_backend import load
 from distill_reader.teacher.predictor.wire import StartMessage
 from distill_reader.teacher.service.requests import InferRequest
@@ -76,6 +78,18 @@ def test_parameters_that_do_not_fit_are_refused(paddle_folder, tmp_path):
     shutil.copytree(paddle_folder / "paddle3", folder)
     (folder / "m.pdiparams").write_bytes(b"nonsense")
     with pytest.raises(ModelError, match=r"m\.json: Paddle cannot load it: "):
+        load(str(folder), "m", CPU)
+
+
+@pytest.mark.parametrize("kind", ["paddle3", "paddle2", "one_x", "one_x_params"])
+def test_parameters_that_end_in_their_last_tensor_are_refused(paddle_folder, tmp_path, kind):
+    # As of a copy that was broken off: Paddle loads them, and computes with what memory holds.
+    folder = tmp_path / "m"
+    shutil.copytree(paddle_folder / kind, folder)
+    cut = max(find_model(folder).paths[1:], key=lambda path: path.stat().st_size)
+    os.truncate(cut, cut.stat().st_size - 5)
+    text = rf"{cut.name}: is cut off: its last tensor lacks 5 bytes; copy the model .*again"
+    with pytest.raises(ModelError, match=text):
         load(str(folder), "m", CPU)
 
 

@@ -8,7 +8,7 @@
 #                                                  of --checkpoint and of --serving_model_dir, for
 #                                                  --save_serving_model, each student has its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it mnist_distill/ gets the
-# teacher and the logs).
+# teacher and the logs, of one run at a time).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source-path=SCRIPTDIR source=../scripts/lib.sh
@@ -49,6 +49,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # networks as small as these gain
 
 # shellcheck source-path=SCRIPTDIR source=../scripts/with_teachers.sh
 source "$here/../scripts/with_teachers.sh"
+only_one "$out"
 need_teacher_packages distill,examples
 gpus="$(usable_gpus "$use_gpu")"
 

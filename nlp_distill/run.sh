@@ -9,7 +9,7 @@
 #                                                  folders of --checkpoint and --model_save_dir each
 #                                                  student has its own
 # Honours TEACHERS (1: how many serve), EDL_PYTHON, EDL_STATE_DIR (edl_run; in it nlp_distill/ gets the
-# texts, the teacher and the logs).
+# texts, the teacher and the logs, of one run at a time).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source-path=SCRIPTDIR source=../scripts/lib.sh
@@ -45,6 +45,7 @@ mkdir -p "$out"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # networks as small as these gain nothing by more
 # shellcheck source-path=SCRIPTDIR source=../scripts/with_teachers.sh
 source "$here/../scripts/with_teachers.sh"
+only_one "$out"
 need_teacher_packages distill
 gpus="$(usable_gpus "$use_gpu")"
 

@@ -26,11 +26,19 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
+# only_one FOLDER: ends where another run has the folder, until that ends: each would show the other's
+# teacher and results as its own. What a killed run leaves behind does not hold it.
+only_one() {
+    : >>"$1/lock" || die "$1/lock cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+    exec 9>>"$1/lock"
+    flock -n 9 || die "$1 is another run's: wait until that is over, or name another folder: EDL_STATE_DIR=DIR $0"
+}
+
 # train PROGRAM OPTIONS...: one training to its end. In the background, as a trap waits for what is in
 # front.
 train() {
     local status=0
-    "$python" "$@" &
+    "$python" "$@" 9>&- &
     running+=("$!")
     wait "$!" || status=$?
     unset 'running[-1]'
@@ -43,7 +51,7 @@ serve() {
     local said="$3/teacher$2.out" log="$3/teacher$2.log" pid device=(--thread 1)
     [ "$gpus" -eq 0 ] || device=(--gpu_ids "$((($2 - 1) % gpus))")
     : >"$said" # the line below reads it at once, perhaps before the teacher's shell has made it
-    "$python" -m distill_reader.serve --model "$1" --port 0 "${device[@]}" >"$said" 2>"$log" &
+    "$python" -m distill_reader.serve --model "$1" --port 0 "${device[@]}" >"$said" 2>"$log" 9>&- &
     pid=$!
     running+=("$pid")
     address=""

@@ -23,6 +23,7 @@ if [ -n "$stop" ]; then
 fi
 ensure_python
 make_state
+[ -n "$foreground" ] || one_at_a_time teacher
 running="$(running_pid "$state/teacher.pid")"
 if [ -n "$running" ]; then
     say "A teacher runs already (pid $running, log $state/teacher.log); end it with: $0 --stop"
@@ -38,7 +39,7 @@ if [ -z "$model" ]; then
         # Made under another name: half a teacher is none.
         (cd "$state" && "$python" "$here/train_with_fleet.py" --model=ResNet18 --lr=0.01 \
             --num_epochs="${EDL_TEACHER_EPOCHS:-5}" --save_serving_model=True --serving_model_dir="$model.new" \
-            --model_save_dir="$state/output" >"$state/teacher_training.log" 2>&1) ||
+            --model_save_dir="$state/output" >"$state/teacher_training.log" 2>&1 9>&-) ||
             { tail -n 15 "$state/teacher_training.log" >&2; die "the teacher could not be trained"; }
         rm -rf "$model"
         mv "$model.new" "$model"

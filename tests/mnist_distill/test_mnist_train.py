@@ -1,5 +1,6 @@
 """The example as users start it: run.sh from end to end, and each way to start the program."""
 
+import fcntl
 import json
 import os
 import re
@@ -160,6 +161,32 @@ def test_a_signal_amid_the_student_leaves_nothing(tmp_path, number, code):
             process.terminate()
             process.wait(60)
     wait_until(lambda: not processes_with(mark), what="all have ended")
+
+
+@pytest.mark.parametrize("folder", ["mnist_distill", "nlp_distill"])
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, folder):
+    # Each showed the other's teacher and accuracy as its own.
+    mark = uuid.uuid4().hex
+    run, more = ROOT / folder / "run.sh", {"EDL_STATE_DIR": str(tmp_path)}
+    more |= {"EDL_PYTHON": sys.executable, "MNIST_TEST_MARK": mark}
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        first = subprocess.Popen(
+            ["bash", str(run)], cwd=tmp_path, stdout=out, stderr=out, env=environment(**more)
+        )
+    try:
+        wait_until(lambda: first.poll() is not None or "--- " in said.read_text())
+        second = start("bash", run, cwd=tmp_path, **more)
+        assert second.returncode == 1
+        assert f"{tmp_path / folder} is another run's: wait" in second.stderr
+        assert "EDL_STATE_DIR=DIR" in second.stderr
+    finally:
+        first.kill()
+        first.wait(60)
+    with (tmp_path / folder / "lock").open("a") as lock:  # what a killed run leaves holds it not
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for process in processes_with(mark):
+        process.kill()
 
 
 # --- the program

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,20 @@ def teacher(teacher_folder, tmp_path_factory) -> Iterator[str]:
     finally:
         stopped = start("bash", script, "--stop", cwd=state, **env)
     assert "teacher has stopped." in stopped.stderr
+
+
+def test_of_two_starts_at_once_one_finds_the_other(teacher_folder, tmp_path):
+    # Each wrote its pid over the other's: --stop ended one teacher, and left one.
+    env = {"EDL_STATE_DIR": str(tmp_path), "EDL_PYTHON": sys.executable, "EDL_NO_GPU": "1"}
+    command = ["bash", SCRIPTS / "start_local_teacher.sh", "--model", teacher_folder, "--port", "0"]
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(start, *command, cwd=tmp_path, **env) for _ in range(2)]
+    try:
+        said = sorted(each.result().stderr for each in both)
+        assert said[0].startswith("A teacher runs already"), said
+        assert said[1].startswith("teacher: "), said
+    finally:
+        start(*command[:2], "--stop", cwd=tmp_path, **env)
 
 
 @pytest.fixture(scope="module")

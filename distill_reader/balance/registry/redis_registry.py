@@ -83,6 +83,7 @@ class RedisRegistry:
         self._clients = [_client(address) for address in addresses]
         self._at = 0
         self._turns = asyncio.Semaphore(_TURNS)
+        self._is_cut = False  # `watch` has lost its connection since `services` has looked
         self._raw_tables: dict[str, str] = {}  # texts as they were read; absent: there was none
 
     async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
@@ -93,7 +94,8 @@ class RedisRegistry:
         this order the table is at worst too old, and then `put_table` refuses.
 
         A Redis that can be read and takes no writes is away, for those who write nothing now as
-        well: the leases that end there are of teachers who could not renew them.
+        well: the leases that end there are of teachers who could not renew them. So is, once, one
+        that has ended a connection: it may have been started again, with leases that are over.
         """
         names = sorted(own)
         async with self._redis() as client:
@@ -118,6 +120,9 @@ class RedisRegistry:
             if others:
                 pipe.mget([_key(*each) for each in others])
             answers = await pipe.execute() if found else []
+        if self._is_cut:
+            self._is_cut = False
+            raise RegistryUnavailable(f"{self._name}: it has ended a connection")
         values = answers[len(nodes)] if others else []
         return self._services(
             [
@@ -213,8 +218,12 @@ class RedisRegistry:
         while True:
             try:
                 await self._watch_one(changed)
+            except self._refused:
+                pass  # by a user of Redis who may use no channel
             except self._errors:
-                pass  # callers of the other methods see the same error
+                # Callers of the other methods see the same error, but where they do not ask now.
+                self._is_cut = True
+                changed()
             except Exception:  # else changes would go unnoticed from here on
                 logger.exception("listening for changes in Redis failed; trying again")
             await asyncio.sleep(_WATCH_PAUSE_S)

@@ -164,6 +164,22 @@ def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run,
     assert set.union(*(student.teachers for student in students)) > everybody
 
 
+def test_a_redis_that_has_lost_teachers_and_is_back_at_once_moves_nothing(redis_server, run):
+    # As one that is started again, or another in its place, with a dump older than leases last.
+    server = run(LocalDiscovery, redis_server.url)
+    _, students = group(run, redis_server.url, server.endpoint, 8, 4)
+    before = [list(student.told) for student in students]
+    with redis.Redis(port=redis_server.port) as admin:
+        for _ in range(2):
+            restart = admin.pipeline(transaction=True)
+            restart.delete(*admin.keys("/service/*/nodes/*"))
+            restart.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            restart.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            restart.execute()
+            wait_for_the_end_of_leases()
+    assert [list(student.told) for student in students] == before
+
+
 @pytest.mark.parametrize(
     ("setting", "refusing", "usual"),
     [

@@ -39,6 +39,7 @@ def test_pause_frees_every_slot_and_resume_redoes_no_step(
     finish_and_check(cluster)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_whole_stack_that_is_stopped_leaves_its_newest_step_and_goes_on_from_there(
     counting_cluster: Callable[..., Cluster],
@@ -91,6 +92,7 @@ def test_a_server_killed_in_the_middle_of_a_change_finishes_it(
     finish_and_check(cluster)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., Cluster]) -> None:
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000)

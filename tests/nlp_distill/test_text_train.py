@@ -50,6 +50,7 @@ def whole_run(texts, tmp_path_factory):
     return state / "nlp_distill", done.stdout
 
 
+@pytest.mark.heavy
 def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     folder, said = whole_run
     assert "transformer of 1 layers, 16 wide, on 120 texts of 3 classes; " in said
@@ -69,11 +70,13 @@ def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     assert shown[1] > shown[2], "what the teacher says of the others is worth something"
 
 
+@pytest.mark.heavy
 def test_each_student_has_a_checkpoint_of_its_own(whole_run):
     folder, _said = whole_run
     assert {path.name for path in (folder.parent / "both").iterdir()} == {"distilled", "alone"}
 
 
+@pytest.mark.heavy
 def test_each_student_is_saved_in_a_folder_of_its_own(whole_run):
     # In one folder the second, without a teacher, took the place of the first.
     folder, _said = whole_run

@@ -84,6 +84,7 @@ def taught(teacher, tmp_path_factory):
     return folder, next(log for log in logs if "Pass 0" in log)
 
 
+@pytest.mark.heavy
 def test_a_student_learns_from_a_teacher_of_the_scripts(taught, teacher):
     _folder, said = taught
     assert re.search(
@@ -96,6 +97,7 @@ def test_a_student_learns_from_a_teacher_of_the_scripts(taught, teacher):
     assert scores_in(said)[0] > 0
 
 
+@pytest.mark.heavy
 def test_workers_raw_pixels_and_most_of_the_labels_make_the_same_student(taught, teacher, tmp_path):
     """Nine of ten classes: what is left is what the tenth has."""
     shards = re.search(r"batches of 20 in (\d+) shards", taught[1])

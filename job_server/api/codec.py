@@ -8,7 +8,9 @@ changed keeps its old name in the JSON (`JSON_NAMES`).
 import enum
 import functools
 import json
+import os
 import re
+import threading
 import types
 from dataclasses import fields, make_dataclass
 from typing import (
@@ -86,6 +88,7 @@ def decode(kind: type[T], data: object, path: str = "") -> T:
     Raises:
         WireError: a key is missing, or a value has another JSON type or is refused by the class.
     """
+    _decoder(cast(Any, kind))  # it is built now, by this thread alone
     try:
         return msgspec.convert(data, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -114,9 +117,20 @@ def from_json(kind: type[T], body: bytes) -> T:
         raise WireError("body: nested too deeply") from None
 
 
+# What msgspec knows of a class is built at its first use, and other threads have it before it is
+# complete: they would crash (SIGSEGV), and so would a process that is forked then.
+_building = threading.RLock()
+os.register_at_fork(
+    before=_building.acquire,
+    after_in_parent=_building.release,
+    after_in_child=_building.release,
+)
+
+
 @functools.cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    with _building:
+        return msgspec.json.Decoder(kind)
 
 
 def _loads(body: bytes) -> Any:

@@ -14,6 +14,7 @@ from job_server.api.wire import NodeLoad
 logger = logging.getLogger(__name__)
 
 DISK_EVERY_S = 5.0
+FEW_FILES, FEW_SHARE = 1000, 0.03  # inodes: with fewer free a disk is full, whatever bytes are left
 MB = 10**6
 
 
@@ -79,14 +80,18 @@ class NodeMeter:
         found = []
         for folder in self._folders:
             try:
-                usage = psutil.disk_usage(str(_existing(folder)))
+                place = str(_existing(folder))
+                usage, stats = psutil.disk_usage(place), os.statvfs(place)
             except OSError as error:
                 logger.debug("%s: its disk cannot be read: %s", folder, error)
                 continue
-            found.append((usage.free / max(usage.total, 1), str(folder), usage))
+            name, free = str(folder), usage.free
+            if stats.f_favail < min(FEW_FILES, FEW_SHARE * stats.f_files):  # 0 of 0: not counted
+                name, free = f"{name}: no inodes, see `df -i`", 0
+            found.append((free / max(usage.total, 1), name, free, usage.total))
         if found:
-            _, name, usage = min(found, key=lambda each: each[0])
-            self._disk = (name, usage.free, usage.total)
+            _, name, free, total = min(found)
+            self._disk = (name, free, total)
 
 
 def _existing(folder: Path) -> Path:

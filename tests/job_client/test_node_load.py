@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from job_client.devices.host import Host
 from job_client.devices.node_load import NodeMeter
 from job_server.api.wire import NodeLoad
@@ -28,6 +30,23 @@ def test_a_node_says_what_of_it_is_in_use(tmp_path: Path):
     assert 0 < last.memory_used_mb < last.memory_total_mb
     assert last.cpu_milli is not None
     assert last.cpu_milli >= 0
+
+
+@pytest.mark.parametrize(
+    ("files", "left", "is_full"), [(10**6, 999, True), (10**6, 1000, False), (0, 0, False)]
+)
+def test_a_disk_without_inodes_is_full_whatever_bytes_it_has(
+    tmp_path: Path, monkeypatch, files: int, left: int, is_full: bool
+):
+    found = os.statvfs(tmp_path)
+    monkeypatch.setattr(
+        "os.statvfs", lambda _path: os.statvfs_result((*found[:5], files, left, left, *found[8:]))
+    )
+    meter = NodeMeter(Host(), (tmp_path,))
+    wait_until(lambda: bool(meter.read(time.monotonic()).disk), what="the disk is measured")
+    load = meter.read(time.monotonic())
+    assert (load.disk_free_mb == 0) == is_full
+    assert load.disk.endswith("no inodes, see `df -i`") == is_full
 
 
 def test_a_folder_whose_disk_cannot_be_read_costs_its_own_figure_alone(tmp_path: Path):

@@ -654,12 +654,16 @@ class _Pass:
         if not self._is_late() or self.spec.active_deadline_s is None:
             return
         server = self.seen.server
-        if server is None or (server.job is not None and server.job.state is JobState.STOPPING):
-            return
-        if server.job is None:
-            self._end(states.FAILED, Phase.FAILED, "DeadlineExceeded", self._deadline_text())
-            return
-        self.steps.append(StopJob())
+        if server is None and (self.spec.suspend or self._known_to_run()):
+            return  # once its server answers, its newest state is written
+        if server is None or server.job is None:
+            words = self._deadline_text()
+            if server is None:  # it may never: its image cannot be pulled, or no node has room
+                words = f"{self.spec.active_deadline_s:g} s, its activeDeadlineSeconds, are over"
+                words += f"; {self.status.conditions[states.SERVER_READY].message}"
+            self._end(states.FAILED, Phase.FAILED, "DeadlineExceeded", words)
+        elif server.job.state is not JobState.STOPPING:
+            self.steps.append(StopJob())
 
     def _summarize(self) -> None:
         """Set the numbers, `phase` and the conditions that follow from all this."""

@@ -447,6 +447,21 @@ def test_a_job_that_is_created_suspended_makes_nothing():
     assert outcome.status.started_at is None
 
 
+def test_a_deadline_ends_a_job_whose_server_never_came_and_waits_for_one_that_trains():
+    spec = parsed(replicas=1, activeDeadlineSeconds=100)
+    words = "image edl: not found"
+    server = server_pod(phase="Pending", trouble="ImagePull", message=words)
+    seen = Observed(trainers=(pod(0),), server_pod=server, prepared=True, budget=0)
+    assert not look(spec, seen, now=NOW + 99).status.ended
+    failed = look(spec, seen, now=NOW + 100).status.conditions[states.FAILED]
+    assert failed.reason == "DeadlineExceeded"
+    assert failed.message == f"100 s, its activeDeadlineSeconds, are over; {words}"
+    trains = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW, job_state="RUNNING")
+    assert not look(spec, seen, trains, NOW + 100).status.ended, "its state is to be written"
+    suspended = parsed(replicas=1, activeDeadlineSeconds=100, suspend=True)
+    assert not look(suspended, seen, now=NOW + 100).status.ended
+
+
 def test_a_deadline_does_not_count_the_time_that_a_job_was_suspended():
     spec = parsed(replicas=1, activeDeadlineSeconds=100)
     status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW - 120, suspended_s=30.0)

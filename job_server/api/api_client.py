@@ -52,6 +52,8 @@ ApiError = JobServerError  # its name for those who only call
 
 CONNECT_TIMEOUT_S = 5.0
 _AGAIN_S = 1.0
+_GATEWAY_TIMEOUT = 504
+_LEAST_POLL_S = 1.0  # a proxy that waits for less is no way to a server
 MAX_NAME_CHARS = 200  # of a metric; with MAX_METRICS far below what a body may hold
 _REJECTED: Mapping[int, type[Rejected]] = {
     401: Unauthorized,
@@ -86,6 +88,7 @@ class ApiClient:
         """
         self.url = server_url(url)
         self.patience_s = 0.0  # for a server that is away: what only reads is asked again so long
+        self._longest_poll_s = math.inf  # that a proxy before the server waits for
         self._timeout_s = timeout_s
         self._session = requests.Session()
         # Proxies of the environment are never used for our own calls, nor is ~/.netrc.
@@ -342,9 +345,18 @@ class ApiClient:
     ) -> requests.Response:
         deadline = time.monotonic() + wait_s + self.patience_s
         while True:
+            if wait_s > self._longest_poll_s:
+                wait_s = self._longest_poll_s
+                query = {**(query or {}), "timeout_s": wait_s}
+            began = time.monotonic()
             try:
                 return self._request_once(method, path, query, body, wait_s)
-            except ServerAway:
+            except ServerAway as error:
+                waited_s = time.monotonic() - began
+                if error.status == _GATEWAY_TIMEOUT and _LEAST_POLL_S < waited_s < wait_s:
+                    # A proxy has given up a poll, which says nothing of the server.
+                    self._longest_poll_s = 0.8 * waited_s
+                    continue
                 if method != "GET" or not self.patience_s or time.monotonic() > deadline:
                     raise
             time.sleep(_AGAIN_S)
@@ -376,6 +388,8 @@ class ApiClient:
             return response
         told = _told(response)
         text = told or f"HTTP {response.status_code} {response.reason}"
+        if response.is_redirect:  # never followed: a POST would become a GET
+            text += f", to {response.headers['Location'][:200]}"
         if told is not None or response.status_code not in _OF_PROXIES:
             refusal = text if told else f"{self.url}: {text}{_of_proxy(response.status_code)}"
             if response.status_code in _REJECTED:

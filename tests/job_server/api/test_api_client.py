@@ -4,9 +4,11 @@ import http.server
 import math
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from werkzeug.serving import make_server
@@ -251,9 +253,9 @@ class Stranger(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def stranger(answer: str) -> Iterator[str]:
+def stranger(answer: str, kind: type[Stranger] = Stranger) -> Iterator[str]:
     """Run one; yield its address."""
-    listener = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
+    listener = http.server.HTTPServer(("127.0.0.1", 0), kind)
     listener.answer = answer  # type: ignore[attr-defined]  # read by its handler
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
     thread.start()
@@ -283,6 +285,16 @@ def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
     assert not away.value.answers
 
 
+def test_where_a_proxy_leads_elsewhere_is_said():
+    words = r"HTTP 302 Found, to http://127\.0\.0\.1:1/$"
+    with (
+        stranger("/moved") as address,
+        ApiClient(address) as api,
+        pytest.raises(ServerAway, match=words),
+    ):
+        api.health()
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
@@ -294,6 +306,34 @@ def test_what_a_proxy_refuses_is_said_to_be_of_one_and_where(answer, kind, words
     with stranger(answer) as address, ApiClient(address) as api, pytest.raises(kind) as refused:
         api.health()
     assert re.match(f"http://{address}: {words}", str(refused.value))
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_poll_that_a_proxy_gives_up_is_made_again_and_shorter(has_server):
+    gives_up_s, asked = 1.1, list[float]()
+
+    class HastyProxy(Stranger):
+        def do_GET(self) -> None:
+            asked.append(float(parse_qs(urlsplit(self.path).query)["timeout_s"][0]))
+            news = has_server and asked[-1] < gives_up_s
+            time.sleep(asked[-1] if news else gives_up_s)
+            body = b'{"events": []}' if news else b"<html>"
+            self.send_response(200 if news else 504)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with stranger("", HastyProxy) as address, ApiClient(address) as api:
+        if has_server:
+            assert [api.events("digits", timeout_s=30.0) for _ in range(2)] == [(), ()]
+            first, *later = asked
+            assert first == 30
+            assert len(later) == 2
+            assert later[0] == later[1] < gives_up_s
+        else:
+            with pytest.raises(ServerAway, match="HTTP 504"):
+                api.events("digits", timeout_s=30.0)
+            assert len(asked) == 2, "that it is shorter does not help"
 
 
 def test_a_server_that_cannot_write_is_there_and_no_command_doubts_its_address(capsys):

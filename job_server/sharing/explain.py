@@ -134,7 +134,7 @@ def _missing(sharing: Sharing, job: SharedJob) -> str:
     least = job.min_pods * job.slots_per_pod
     most = sum(_allowed(node) for node in nodes)
     if least > most:
-        return f"needs {counted(least, 'slot')}, its nodes have {most} for it{_limits(nodes)}"
+        return f"needs {counted(least, 'slot')}, its nodes have {most} for it{_bounds(nodes)}"
     if fits_now(sharing, job.job_id):
         return "there is room for it now"
     if job.home and fits_now(_with(sharing, replace(job, home="")), job.job_id):
@@ -144,7 +144,7 @@ def _missing(sharing: Sharing, job: SharedJob) -> str:
         need += f" ({counted(job.min_pods, 'pod')} of {job.slots_per_pod}, each on one node)"
     left = _left(sharing, nodes)
     free = sum(each.slots for each in left)
-    text = f"needs {need}, {free} {'is' if free == 1 else 'are'} free{_limits(nodes)}"
+    text = f"needs {need}, {free} {'is' if free == 1 else 'are'} free{_bounds(nodes)}"
     if free >= least and max(each.slots for each in left) < job.slots_per_pod:
         text += ", but no node has enough of them for a pod"
     text += _lacking(sharing, job) + _first_for(sharing, job)
@@ -159,7 +159,7 @@ def _no_room_at_home(sharing: Sharing, job: SharedJob) -> str:
         return f"{text} and cannot be reached"
     if node.limit is not None and node.limit < job.slots_per_pod:
         return f"{text}; `edl capacity {job.home} --slots all` gives that to jobs again"
-    return f"{text} and has no room"
+    return f"{text} and has no room{_bounds([node])}"
 
 
 def _lacking(sharing: Sharing, job: SharedJob) -> str:
@@ -364,7 +364,7 @@ def _why_not_more(sharing: Sharing, job: SharedJob) -> str:
     free = sum(each.slots for each in left)
     if free >= job.slots_per_pod:
         return f"{counted(free, 'slot')} {'is' if free == 1 else 'are'} free, but not for it"
-    return f"no slot is free for more{_limits(nodes)}"
+    return f"no slot is free for more{_bounds(nodes)}"
 
 
 def _speed(job: SharedJob) -> str:
@@ -420,13 +420,16 @@ def _allowed(node: SharedNode) -> int:
     return node.slots if node.limit is None else min(node.slots, node.limit)
 
 
-def _limits(nodes: Sequence[SharedNode]) -> str:
+def _bounds(nodes: Sequence[SharedNode]) -> str:
+    """Say which nodes have fewer slots for shared jobs than they could, and why."""
     limited = [
         f"{node.node_id} to {node.limit}"
         for node in nodes
         if node.limit is not None and node.limit < node.slots
     ]
-    return f" (`edl capacity` limits {listed(limited)})" if limited else ""
+    barred = [f"{node.node_id}: {node.barred}" for node in nodes if node.barred]
+    text = f" (`edl capacity` limits {listed(limited)})" if limited else ""
+    return f"{text}, as slots get no pods ({listed(barred)})" if barred else text
 
 
 def _left(sharing: Sharing, nodes: Sequence[SharedNode]) -> list[Resources]:

@@ -39,6 +39,7 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
 def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
     node, report = use.node, use.report
     usable = {slot.index for slot in node.slots if slot.usable}
+    barred = dict.fromkeys(slot.reason for slot in node.slots if not slot.usable)
     strangers = () if report is None else (each.index for each in report.slots if each.stranger)
     own: set[int] = set()
     others = usable.intersection(strangers)
@@ -62,6 +63,7 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         used_shared=len(own),
         used_others=len(others - own),
         limit=use.limit,
+        barred="; ".join(filter(None, barred)),
         cpu_milli=node.cpu_milli,
         cpu_used_milli=trainers[0] + use.foreign_cpu_milli,
         memory_mb=node.memory_mb,

@@ -71,6 +71,36 @@ def test_a_job_that_has_pods_and_no_allotment_is_explained(tmp_path):
         made.end_server(kill=True)
 
 
+def test_who_waits_for_a_node_that_gets_no_pods_is_told_why_it_gets_none(tmp_path):
+    made = SharedCluster(tmp_path)
+    try:
+        made.add("job", 2, 4)
+        made.run(20)
+        for name in ("a", "b", "c"):
+            made.service.limit_node(name, NodeLimit(slots=0, drain=True))
+        made.run(40)
+        assert made.status("job").state is JobState.WAITING
+        drained = "its node is drained: an operator asked for it (`edl drain`)"
+        assert (
+            f"needs 2 slots, its nodes have 0 for it, as slots get no pods (a: {drained}, b: "
+        ) in of(made.service.sharing(), "job")
+    finally:
+        made.end_server(kill=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "node", "words"),
+    [
+        (shared_job("job", 2), {"slots": 2, "used_shared": 2}, "no slot is free for more"),
+        (shared_job("job", min_pods=2), {"slots": 2, "used_others": 1}, "1 is free"),
+    ],
+)
+def test_slots_that_get_no_pods_are_named_where_they_are_missed(job, node, words):
+    of_node = shared_node(barred="in quarantine: XID 79", **node)
+    text = of(cluster(job, nodes=(of_node,)), "job")
+    assert f"{words}, as slots get no pods (a: in quarantine: XID 79)" in text
+
+
 def test_a_job_whose_state_is_on_a_node_without_room_waits_for_that_node():
     job = shared_job("job", home="b", started_at=0.0)
     full = cluster(job, nodes=(shared_node(), shared_node("b", slots=1, used_others=1)))

@@ -25,6 +25,14 @@ running_pid() {
     [ -n "$ticks" ] && [ "$(started_at "$pid")" = "$ticks" ] && echo "$pid" || return 0
 }
 
+# Prints the machine on which what the pid file $1 names was started, if it is another one: several may
+# share $state, as in a home that they mount.
+other_machine() {
+    local machine
+    machine="$(sed -n 's/^on //p' "$1" 2>/dev/null)" || return 0
+    [ "$machine" = "$(uname -n)" ] || echo "$machine"
+}
+
 # one_at_a_time NAME: waits until no other script starts NAME, or asks it to end. Of two that start it
 # at once the second would take the first one's pid file for its own, and remove it when it fails.
 one_at_a_time() {
@@ -35,22 +43,27 @@ one_at_a_time() {
 }
 
 # in_background NAME COMMAND...: starts it in a session of its own; its log is $state/NAME.log.
-# Leaves its pid in $started_pid.
+# Leaves its pid in $started_pid, and in $of_other the pid file of another machine that was there.
 in_background() {
     local name="$1"
     shift
+    of_other=""
+    [ -z "$(other_machine "$state/$name.pid")" ] || of_other="$(cat "$state/$name.pid")"
     setsid "$@" >>"$state/$name.log" 2>&1 </dev/null 9>&- &
     started_pid=$!
-    printf '%s %s\n' "$started_pid" "$(started_at "$started_pid")" >"$state/$name.pid"
+    printf '%s %s\non %s\n' "$started_pid" "$(started_at "$started_pid")" "$(uname -n)" >"$state/$name.pid"
 }
 
 # stop_background NAME SECONDS: SIGTERM, wait, and after that many seconds say that it still runs. A
 # second call only waits: a client takes a second signal as "now, without what you have not written".
 stop_background() {
-    local name="$1" seconds="$2" pid ticks deadline
+    local name="$1" seconds="$2" pid ticks deadline machine
     one_at_a_time "$name"
     pid="$(running_pid "$state/$name.pid")"
     if [ -z "$pid" ]; then
+        machine="$(other_machine "$state/$name.pid")"
+        [ -z "$machine" ] || die "$name was started on $machine, which has $state as well: stop it there." \
+            "If it does not run any more: rm $state/$name.pid"
         rm -f "$state/$name.pid"
         say "$name does not run."
         return
@@ -79,7 +92,9 @@ stop_background() {
 give_up() {
     kill -TERM "$started_pid" 2>/dev/null || true
     rm -f "$state/$1.pid"
+    [ -z "$of_other" ] || printf '%s\n' "$of_other" >"$state/$1.pid"
     tail -n 15 "$state/$1.log" >&2
+    [ -z "$of_other" ] || say "$state is that of another machine, too; give this one its own: EDL_STATE_DIR=DIR $0"
     die "$1 $2; its log is $state/$1.log"
 }
 

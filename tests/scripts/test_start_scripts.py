@@ -412,6 +412,22 @@ def test_a_process_that_has_taken_over_the_pid_is_not_stopped(run: Run, tmp_path
         bystander.wait()
 
 
+def test_what_another_machine_has_started_from_the_same_folder_keeps_its_pid_file(
+    run: Run, tmp_path: Path, port: str
+):
+    """Its own --stop found nothing any more, said so, and left it running."""
+    file = tmp_path / "state" / f"job_server_{port}.pid"
+    file.parent.mkdir()
+    file.write_text("4190000 1\non node-a\n")
+    refused = run(SERVER, "--server_port", port, "--time_interval_to_change", "soon")
+    assert refused.returncode == 1
+    assert "EDL_STATE_DIR=" in refused.stderr
+    stopped = run(SERVER, "--server_port", port, "--stop")
+    assert stopped.returncode == 1
+    assert "was started on node-a" in stopped.stderr
+    assert file.read_text() == "4190000 1\non node-a\n"
+
+
 def test_a_client_is_asked_to_end_once_however_often_stop_is_called(tmp_path: Path):
     """A second signal would end it at once, without the state that it is writing."""
     said, done = tmp_path / "said", tmp_path / "done"

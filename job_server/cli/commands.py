@@ -333,11 +333,11 @@ def _is_painted(args: argparse.Namespace) -> bool:
 
 
 def _show_changes(api: ApiClient, status: wire.JobStatus, args: argparse.Namespace) -> None:
-    """Print a line for every change until the job ends."""
+    """Print a line for every change that it shows until the job ends."""
     _show(status, args)
     while not status.state.ended:
         before, status = status, api.watch(status.job_id, status.revision, POLL_S)
-        if status.revision != before.revision:
+        if status.revision != before.revision and (args.json or _line(status) != _line(before)):
             _show(status, args)
 
 

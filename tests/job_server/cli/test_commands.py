@@ -16,6 +16,7 @@ import requests
 from edl.__main__ import VERBS
 from edl.__main__ import main as edl
 from job_server.api import wire
+from job_server.api.api_client import ApiClient
 from job_server.api.command_line import keep_token, make_token
 from job_server.cli import collector, commands
 from job_server.cli.commands import main
@@ -354,6 +355,21 @@ def test_events_are_followed_until_the_job_ends(server, capsys):
         follow = InThread(lambda: main(["status", "followed", "--follow", "--server", server.url]))
         assert follow.result() == 0
         api.delete("followed")
+
+
+@pytest.mark.parametrize("flag", ["--follow", "--json"])
+def test_a_status_that_is_followed_into_a_file_has_a_line_only_for_what_it_shows(
+    server, capsys, monkeypatch, flag: str
+):
+    with server.api() as api:
+        first = api.submit(wire.JobSpec(job_id="followed"))
+        api.delete("followed")
+    ended = {"revision": first.revision + 3, "state": wire.JobState.STOPPED}
+    later = [replace(first, revision=first.revision + 1), replace(first, **ended)]
+    monkeypatch.setattr(ApiClient, "status", lambda *_args: first)
+    monkeypatch.setattr(ApiClient, "watch", lambda *_args: later.pop(0))
+    assert main(["status", "followed", "--follow", flag, "--server", server.url]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == (3 if flag == "--json" else 2)
 
 
 @pytest.mark.parametrize("verb", ["events", "status"])

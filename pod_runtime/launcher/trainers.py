@@ -1,6 +1,8 @@
 """Start trainers as child processes, and find in their logs why they ended."""
 
+import errno
 import functools
+import logging
 import os
 import re
 import select
@@ -18,6 +20,8 @@ from pod_runtime.launcher.spares import Forked, Spares
 from pod_runtime.log_tail import last_lines, read_tail
 from pod_runtime.processes import die_with_parent
 from pod_runtime.spare import MARK
+
+logger = logging.getLogger(__name__)
 
 _ESSENCE_CHARS = 300
 _TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
@@ -55,11 +59,10 @@ class TrainerProcess:
             SpawnError: the log cannot be written, or the process not be started.
         """
         self.stage, self.attempt, self.rank = stage, attempt, rank
-        self.log_path = log_path
         # Output goes straight to a file, not through a pipe: nothing is lost when the launcher is
         # killed, and a slow reader of the console stops no trainer.
         try:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
+            self.log_path = log_path = _log_to(log_path, rank)
             with log_path.open("ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
                 taken = None
@@ -131,6 +134,23 @@ class TrainerProcess:
     def last_lines(self) -> tuple[str, ...]:
         """Return the last lines of its output that are not blank, shortened."""
         return last_lines(self.log_path, self.log_start)
+
+
+def _log_to(path: Path, rank: int) -> Path:
+    """Return where a trainer's output can go: without an inode for its log, nowhere.
+
+    Raises:
+        OSError: its log cannot be made, but not for a full disk, which ends no training.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        logger.warning("rank %d: what it says is lost, as it gets no log: %s", rank, error)
+        return Path(os.devnull)
+    return path
 
 
 def is_script(argv: Sequence[str]) -> bool:

@@ -68,6 +68,24 @@ def test_a_program_that_does_not_exist_is_refused_with_its_name(tmp_path):
     assert refused.value.rank == 3
 
 
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_trainer_for_whose_log_the_disk_has_no_inode_runs_without_one(
+    tmp_path, monkeypatch, call: str
+):
+    real = getattr(Path, call)
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if tmp_path in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, call, full)
+    trainer = start(tmp_path, f"print('words'); open({str(tmp_path / 'ran')!r}, 'w')")
+    assert trainer.reap() == 0
+    assert trainer.last_words() == ""
+    assert (tmp_path / "ran").exists()
+
+
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "log").write_text("a file")
     with pytest.raises(SpawnError, match="log"):

@@ -353,8 +353,9 @@ class ApiClient:
                 return self._request_once(method, path, query, body, wait_s)
             except ServerAway as error:
                 waited_s = time.monotonic() - began
-                if error.status == _GATEWAY_TIMEOUT and _LEAST_POLL_S < waited_s < wait_s:
-                    # A proxy has given up a poll, which says nothing of the server.
+                if error.status == _GATEWAY_TIMEOUT and _LEAST_POLL_S < waited_s < 1.2 * wait_s:
+                    # A proxy has given up a poll, which says nothing of the server: it may have
+                    # answered just then. If it gives up a shorter one as late, none is there.
                     self._longest_poll_s = 0.8 * waited_s
                     continue
                 if method != "GET" or not self.patience_s or time.monotonic() > deadline:

@@ -107,6 +107,7 @@ def cut_for(cluster: Nodes, seconds: float, meanwhile: Callable[[], object]) -> 
     return began, ended
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("cut_s", "overlap", "way"),

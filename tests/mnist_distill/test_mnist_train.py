@@ -78,6 +78,7 @@ def whole_run(tmp_path_factory):
     return state / "mnist_distill", done.stdout, mark
 
 
+@pytest.mark.heavy
 def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     folder, said, _mark = whole_run
     intro = re.findall(r"^(cnn|mlp) on (\d+) images of scikit-learn's digits .*; (.*);", said, re.M)
@@ -97,6 +98,7 @@ def test_run_trains_a_teacher_serves_it_and_compares_two_students(whole_run):
     assert re.search(rf"^student with the teacher +mlp +{shown[1]:.2f}% right$", said, re.M)
 
 
+@pytest.mark.heavy
 def test_each_student_has_a_checkpoint_of_its_own(whole_run):
     # In one folder the second went on from the first, which had learned from the teacher.
     folder, _said, _mark = whole_run
@@ -104,6 +106,7 @@ def test_each_student_has_a_checkpoint_of_its_own(whole_run):
     assert kept == {"distilled", "alone"}
 
 
+@pytest.mark.heavy
 def test_each_student_is_saved_in_a_folder_of_its_own(whole_run):
     # In one folder the second, without a teacher, took the place of the first.
     folder, _said, _mark = whole_run
@@ -115,6 +118,7 @@ def test_each_student_is_saved_in_a_folder_of_its_own(whole_run):
     assert saved[0][0].read_bytes() != saved[1][0].read_bytes()
 
 
+@pytest.mark.heavy
 def test_both_teachers_have_answered_and_ended_in_order(whole_run):
     folder, _said, _mark = whole_run
     for number in (1, 2):
@@ -122,6 +126,7 @@ def test_both_teachers_have_answered_and_ended_in_order(whole_run):
         assert "__main__: ended" in (folder / f"teacher{number}.log").read_text()
 
 
+@pytest.mark.heavy
 def test_nothing_runs_any_more_after_run(whole_run):
     # A helper of a teacher may end a moment after the teacher, which run.sh has waited for.
     wait_until(lambda: not processes_with(whole_run[2]), what="all have ended")

@@ -371,7 +371,8 @@ class Loop:
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0 on; an epoch is over when the next is asked for."""
-        return self._entered().cursor.epoch - self._is_begun_too_late
+        epoch = self._entered().cursor.epoch
+        return epoch - 1 if self._is_begun_too_late else epoch
 
     @property
     def shards_per_batch(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from job_server.api.codec import encode
 from job_server.api.wire import Order, PlanPod, RestoreFrom, SlotKind, SnapshotRef, StagePlan, Way
 from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.launcher.channel import close_all
 from pod_runtime.segment_header import read_newest, read_slots
 from pod_runtime.shim_wire import LineSocket
 from tests import warm
@@ -336,8 +337,7 @@ class FakeLauncher:
     def close_segments(self, stage: int, number: int | None = None) -> None:
         """Close the first `number` segments of a stage, or all, as shims do with old ones."""
         with self._giving:
-            for fd in self.segments[stage][:number]:
-                os.close(fd)
+            close_all(self.segments[stage][:number])
             del self.segments[stage][:number]
 
     def close(self) -> None:
@@ -349,8 +349,7 @@ class FakeLauncher:
         for thread in self._threads:
             thread.join(10)
         for fds in self.segments.values():
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
     def _listen(self, number: int, backlog: int) -> tuple[str, socket.socket]:
         name = f"edl-test-{os.getpid()}-{id(self)}-{number}"

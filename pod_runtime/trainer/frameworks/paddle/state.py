@@ -106,8 +106,7 @@ class PaddleOptimizer:
                 )
 
         scheduler, base = self._scheduler(), paddle.optimizer.lr.LRScheduler
-        kinds = [] if scheduler is None else [kind_of_scheduler(scheduler, base)]
-        self._scheduler_kinds = kinds
+        self._scheduler_kinds = [] if scheduler is None else [kind_of_scheduler(scheduler, base)]
         # Of a scheduler a state holds how far it has come, and no options.
         rate = self._now()
         self.built: dict[str, Any] = rate if "lr" in rate else {}
@@ -150,9 +149,11 @@ class PaddleOptimizer:
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the scheduler's state or the learning rate, as JSON types."""
         found = (self._committed if committed else None) or self._now()
-        head = {"optimizer": self.kind, "scheduler_kinds": self._scheduler_kinds}
-        return {**head, "built": self.built} | {
-            name: to_plain(name, value) for name, value in found.items()
+        return {
+            "optimizer": self.kind,
+            "scheduler_kinds": self._scheduler_kinds,
+            "built": self.built,
+            **{name: to_plain(name, value) for name, value in found.items()},
         }
 
     def check(self, names: Collection[str], scalars: Mapping[str, Any]) -> None:

@@ -31,7 +31,13 @@ from job_server.api.text import (
 )
 from job_server.cli import queue, simulate_cluster, task_queues
 from job_server.cli.cluster_load import cluster_load, load_json, load_line, load_screen
-from job_server.cli.drill import drill_job, drill_node, ended_as_by_ctrl_c, wait_until_left
+from job_server.cli.drill import (
+    drill_job,
+    drill_node,
+    ended_as_by_ctrl_c,
+    limit_unless_drained,
+    wait_until_left,
+)
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
@@ -496,6 +502,8 @@ def _capacity(api: ApiClient, args: argparse.Namespace) -> None:
         _order_slot(api, args)
         return
     limit = None if args.slots == "all" else args.slots
+    if limit is not None:
+        limit_unless_drained(api, args.node, "end that before you limit it")
     known = api.limit_node(args.node, limit)
     if args.wait and limit is not None:
         _wait_until_free(api, args.node, limit, args.wait)

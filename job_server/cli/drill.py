@@ -68,6 +68,24 @@ def why_it_stays(job: JobStatus, node_id: str) -> str:
     return found.rpartition("; ")[2]
 
 
+def limit_unless_drained(api: ApiClient, node_id: str, otherwise: str) -> int | None:
+    """Return how many slots of a node shared jobs may have; None: all, or it is not registered.
+
+    Args:
+        otherwise: what the user is told of a node that is drained.
+
+    Raises:
+        JobServerError: the node is drained, which a limit would end without a word.
+    """
+    known = next((each for each in api.nodes() if each.node.node_id == node_id), None)
+    if known is not None and known.draining:
+        raise JobServerError(
+            f"{node_id} is drained already: {known.draining}; {otherwise} "
+            f"(`edl capacity {node_id} --slots all` ends an `edl drain`)"
+        )
+    return None if known is None else known.limit
+
+
 def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
     """Have all jobs leave a node, as before a preemption that is announced; return what it cost.
 
@@ -77,13 +95,7 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
         JobServerError: a job cannot leave, or does not in time; or the node is drained already.
     """
     before = _jobs_on(api, node_id)
-    known = next((each for each in api.nodes() if each.node.node_id == node_id), None)
-    if known is not None and known.draining:
-        raise JobServerError(
-            f"{node_id} is drained already: {known.draining}; a drill needs a node that jobs may "
-            f"use (`edl capacity {node_id} --slots all` ends an `edl drain`)"
-        )
-    limit = None if known is None else known.limit
+    limit = limit_unless_drained(api, node_id, "a drill needs a node that jobs may use")
     try:
         api.limit_node(node_id, 0, drain=True)  # it may be drained although no answer comes
         wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")

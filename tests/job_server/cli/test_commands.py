@@ -190,6 +190,11 @@ def test_a_drained_node_says_so_until_capacity_gives_it_back(server, run):
     shown = [line for line in run("nodes")[1].splitlines() if line.startswith("gone")]
     assert "0 of 2" in shown[0]
     assert shown[1:] == ["gone: is drained: an operator asked for it (`edl drain`)"]
+    code, out = run("capacity", "gone", "--slots", "1")
+    assert code == 1
+    assert "gone is drained already: an operator asked for it" in out
+    assert "`edl capacity gone --slots all` ends an `edl drain`" in out
+    assert api.nodes()[-1].draining, "another's limit ends no drain"
     run("capacity", "gone", "--slots", "all")
     assert not [line for line in run("nodes")[1].splitlines() if line.startswith("gone: ")]
     assert run("drain", "nowhere")[0] == 1

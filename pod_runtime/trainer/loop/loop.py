@@ -468,8 +468,8 @@ class Loop:
         It is in `checkpoint`/best/METRIC, until a better one replaces it, and nothing goes on from
         there by itself. Which value is the best is part of the state. All ranks call it with the
         same value, such as sums of `evaluate` give; within a step, after `step.update()`. It
-        returns when the checkpoint is written. One that cannot be written is logged, and does not
-        count.
+        returns when the checkpoint is written. One that cannot be written is logged and returned
+        all the same, but does not count: the next call compares with the one written before.
 
         Args:
             metric: its name; one that `log` shows, say.

@@ -301,10 +301,10 @@ def is_local_on_all_nodes(job: Job, stage: JobStage, source: RestoreFrom) -> boo
 
 
 def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
-    """Return node -> slots of pods that stay."""
-    return occupied(pod for pod in job.pods if pod.usable)
+    """Return node -> slots of pods that stay, or whose scripts may go on: no pod comes there."""
+    return occupied(pod for pod in job.pods if pod.desired is DesiredState.RUN)
 
 
 def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
     """Return node -> slots of pods that are leaving."""
-    return occupied(pod for pod in job.pods if not pod.usable)
+    return occupied(pod for pod in job.pods if pod.desired is not DesiredState.RUN)

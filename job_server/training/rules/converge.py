@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
+from job_server.api.text import listed
 from job_server.api.wire import (
     DesiredState,
     JobState,
@@ -512,11 +513,13 @@ def _begin_start(work: Work) -> None:
         work.set(waiting="teachers are leaving slots for it")  # growing later would be a change
         return
     if size < job.spec.min_pods or size < 1:
-        work.set(
-            waiting=explain_shortage(
-                job.spec, work.cluster, work.now, wanted=job.spec.min_pods, placeable=size
-            )
+        waiting = explain_shortage(
+            job.spec, work.cluster, work.now, wanted=job.spec.min_pods, placeable=size
         )
+        done = [pod.pod_id for pod in job.pods if pod.launcher_done and not pod.leaving]
+        if done:
+            waiting += f"; scripts that go on after their trainers were done: {listed(done)}"
+        work.set(waiting=waiting)
         return
     starts_on = [pod.site.node_id for pod in stay] + [site.node_id for site in sites]
     if job.spec.share and _leaves_its_state(work, starts_on):

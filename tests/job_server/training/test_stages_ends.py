@@ -90,6 +90,23 @@ def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
     assert made.job.state is RUNNING
 
 
+def test_no_pod_is_put_where_a_script_still_runs_after_its_trainers_were_done():
+    made = trains(world(nodes=1, min_pods=2, total_steps=4000))
+    sim, pod, _ = made.launchers()[0]
+    pod.launcher = None
+    made.send(LauncherReported(pod.pod_id, DONE))
+    _, other, who = made.launchers()[0]
+    made.kill_trainer(other, who)
+    made.run_until(JobState.RECOVERING)
+    made.rounds(20)
+    assert pod.phase is PodPhase.RUNNING
+    assert "only 1 of 2 pods find a place" in made.job.waiting
+    assert f"scripts that go on after their trainers were done: {pod.pod_id}" in made.job.waiting
+    pod.end(code=0)
+    trains(made)
+    assert {each.slots for each in sim.pods.values()} == {(0,), (1,)}
+
+
 def test_where_no_client_looks_after_a_pod_its_launchers_word_counts():
     made = trains(world())
     made.nodes["a"].client = False

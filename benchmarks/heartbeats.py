@@ -448,8 +448,9 @@ def start_server(
     args += ["--db", str(folder / "server.db"), "--heartbeat_s", str(heartbeat_s)]
     args += ["--max_watchers", str(pods + nodes + 100)]
     server = subprocess.Popen([sys.executable, "-m", "job_server", *args])
-    if not wait_port(port, 60, server):
+    if not wait_port(port, 120, server):
         server.kill()
+        server.wait()
         raise SystemExit("the job server did not start")
     return server, port
 

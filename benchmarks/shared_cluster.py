@@ -46,7 +46,7 @@ class SharedCluster:
             "job_server", "--no_job", "--server_port", str(self.port), "--db",
             str(self.folder / "server.db"), *self._server_args,
         )  # fmt: skip
-        if not wait_port(self.port, 60, self._programs[0]):
+        if not wait_port(self.port, 120, self._programs[0]):
             raise SystemExit(f"the job server did not start: {self.log('job_server')}")
         self._start(
             "job_client", "--job_server", self.url, "--jobs_dir", str(self.jobs_dir),

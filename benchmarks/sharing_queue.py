@@ -232,8 +232,9 @@ class Server:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(self._command)
-        if not wait_port(self._port, 60, process):
+        if not wait_port(self._port, 120, process):
             process.kill()
+            process.wait()
             raise SystemExit("the job server did not start")
         return process
 

@@ -155,8 +155,9 @@ def start_server(folder: Path, watchers: int) -> tuple[subprocess.Popen[bytes], 
     args += ["--change_script", "none", "--server_port", str(port), "--log_level", "30"]
     args += ["--db", str(folder / "server.db"), "--max_watchers", str(watchers + 50)]
     server = subprocess.Popen([sys.executable, "-m", "job_server", *args])
-    if not wait_port(port, 30, server):
+    if not wait_port(port, 120, server):
         server.kill()
+        server.wait()
         raise SystemExit("the job server did not start")
     return server, port
 

@@ -39,7 +39,7 @@ def reads(path: Path) -> str:
 
 def _run(*args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _PROGRAM, *args], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

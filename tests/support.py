@@ -101,7 +101,7 @@ def require(module: str, reason: str) -> None:
         pytest.skip(f"no {module}: {reason}", allow_module_level=True)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0, what: str = "") -> None:
     """Return once `condition()` is true; fail the test when it is not within `timeout_s`.
 
     It asks less often as time goes by: a question may keep a server, and other tests, busy.

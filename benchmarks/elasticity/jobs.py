@@ -237,7 +237,7 @@ def warm_page_cache(python: str, modules: str) -> None:
 OURS_PYTHON = sys.executable
 
 
-def wait_port(port: int, limit_s: float = 30.0) -> None:
+def wait_port(port: int, limit_s: float = 120.0) -> None:
     """Return when somebody listens there. Raises NotInTime."""
     if not harness.wait_port(port, limit_s):
         raise NotInTime(f"nothing listens on port {port} after {limit_s:g} s")

@@ -73,6 +73,6 @@ def test_an_answer_of_another_image_would_be_seen():
 def test_a_row_that_there_is_not_is_refused():
     command = [sys.executable, "benchmarks/distill_options.py", "--only", "speed"]
     root = Path(distill_options.__file__).resolve().parents[1]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2
     assert "'speed' is none of wire, link, cache, accuracy" in run.stderr

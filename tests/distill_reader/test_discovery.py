@@ -227,7 +227,7 @@ def test_a_job_server_that_has_another_token_is_told_of_the_demand_again(run, tm
     jobs.token = "second"
     wait_until(lambda: jobs.refused)
     file.write_text("second\n")
-    wait_until(lambda: jobs.posts[-1][1] == "Bearer second", 30, "the file is read again")
+    wait_until(lambda: jobs.posts[-1][1] == "Bearer second", 120, "the file is read again")
 
 
 class Program:
@@ -244,7 +244,7 @@ class Program:
 
     def end(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=120)
         return self.process.returncode, log
 
     def close(self) -> None:

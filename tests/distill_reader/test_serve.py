@@ -57,7 +57,7 @@ class Server:
     def end(self) -> tuple[int, str]:
         """SIGTERM; return the exit code and what was logged."""
         self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=120)
         return self.process.returncode, log
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def start(folder):
 def infer(server: Server, image, model: str = "toy"):
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer")
-        data = call(oip_messages.encode_request(model, {"image": image}, ["sum"]), timeout=60)
+        data = call(oip_messages.encode_request(model, {"image": image}, ["sum"]), timeout=120)
     return oip_messages.decode_response(data).outputs["sum"]
 
 
@@ -147,21 +147,21 @@ def test_after_sigterm_it_answers_what_it_has_takes_nothing_more_and_ends_with_0
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer")
         data = oip_messages.encode_request("toy", {"image": image}, ["sum"])
-        call(data, timeout=60)
+        call(data, timeout=120)
         wait_until(lambda: not _metric(server, "edl_teacher_memory_bytes"))
         with standing_still(predictors):
-            future = call.future(data, timeout=60)
+            future = call.future(data, timeout=120)
             wait_until(lambda: _metric(server, "edl_teacher_memory_bytes") > 0)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: not _is_ready(server))
             response = server.http("POST", "/v2/models/toy/infer", json={"inputs": []})
             assert response.status_code in (400, 503)
             with pytest.raises(grpc.RpcError) as caught:
-                call(data, timeout=60)
+                call(data, timeout=120)
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         outputs = oip_messages.decode_response(future.result()).outputs
     np.testing.assert_array_equal(outputs["sum"], np.full((200, 1), 4))
-    _, log = server.process.communicate(timeout=60)
+    _, log = server.process.communicate(timeout=120)
     assert server.process.returncode == 0, log
     assert "Traceback" not in log
     wait_until(lambda: not any(predictor.is_running() for predictor in predictors))
@@ -187,7 +187,7 @@ def test_it_ends_with_1_once_its_last_predictor_finds_another_model(tmp_path, st
     image = np.ones((1, 4), "f4")
     np.testing.assert_array_equal(infer(server, image), [[4]])  # the other one serves on
     second.kill()
-    _, log = server.process.communicate(timeout=60)
+    _, log = server.process.communicate(timeout=120)
     assert server.process.returncode == 1, log
     assert "their files were replaced; start this server again" in log
 
@@ -356,7 +356,7 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_2(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     server = Server("--model", str(empty), backend="")
-    _, log = server.process.communicate(timeout=60)
+    _, log = server.process.communicate(timeout=120)
     assert server.process.returncode == 2
     assert f"edl serve: error: {empty}" in log
     assert "Traceback" not in log
@@ -367,7 +367,7 @@ def test_a_port_in_use_ends_it_with_2(folder, server):
         sys.executable, "-m", "edl", "serve", "--model", str(folder), "--port", str(server.port),
         "--backend", f"{TOYS}:sums",
     ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert f"--port {server.port}: cannot listen on 127.0.0.1: Address already in use" in (
         result.stderr
@@ -382,7 +382,7 @@ def test_edl_has_the_verb_and_loads_it_when_it_is_called(verb):
         f"main(['{verb}', '--help'])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     assert "model" in result.stdout

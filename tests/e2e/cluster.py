@@ -205,7 +205,7 @@ class Cluster:
             if process is not None and process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(20)
+                    process.wait(120)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()

@@ -261,7 +261,7 @@ def check_hanging_programs(cluster: Folders, hangs: Path) -> None:
 
 def unwell(cluster: Folders) -> str:
     """Return why the server says that it is unwell; "": it is not."""
-    answer = requests.get(f"{cluster.url}/api/v1/health", timeout=60)
+    answer = requests.get(f"{cluster.url}/api/v1/health", timeout=120)
     assert answer.status_code in (200, 503)
     return "" if answer.status_code == 200 else answer.text
 

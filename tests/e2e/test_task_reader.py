@@ -41,7 +41,7 @@ def test_a_task_that_was_taken_away_is_not_said_to_be_done(server, tmp_path, cap
         back = TaskReport(
             worker="other", pass_number=0, number=1, lease=second.lease, give_back=True
         )
-        wait_until(lambda: "another reader reads it" in caplog.text, 30)
+        wait_until(lambda: "another reader reads it" in caplog.text, 120)
         assert api.report_task("q", back)
         assert int(next(records)[0]) == 10, "it goes on with another task"
         assert api.queue("q").now.done == 0
@@ -180,7 +180,7 @@ def test_workers_of_one_trainer_leave_each_other_their_tasks(server, tmp_path):
     workers = [context.Process(target=_read_in_worker, args=args) for _ in range(2)]
     for worker in workers:
         worker.start()
-    found = sorted(itertools.chain(*(out.get(timeout=60) for _ in workers)))
+    found = sorted(itertools.chain(*(out.get(timeout=120) for _ in workers)))
     for worker in workers:
         worker.join(60)
     assert found == list(range(60))

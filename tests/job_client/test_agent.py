@@ -599,7 +599,7 @@ def test_a_node_whose_jobs_folder_hangs_goes_on_reporting_with_the_jobs_that_it_
     try:
         assert waiting.wait(60)
         told = len(server.reports)
-        wait_until(lambda: len(server.reports) > told + 10, 30)
+        wait_until(lambda: len(server.reports) > told + 10, 120)
         assert server.nodes[-1].folders == ("a",)
         (tmp_path / "jobs" / "b").mkdir()
         (tmp_path / "jobs" / "b" / "train.sh").touch()

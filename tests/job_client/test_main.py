@@ -155,7 +155,7 @@ def test_sigkill_of_the_client_stops_nothing_and_its_successor_adopts(
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     assert shim_pid(tmp_path) == pid
     second.terminate()
-    output, _ = second.communicate(timeout=60)
+    output, _ = second.communicate(timeout=120)
     assert second.returncode == 0, output
     assert "adopted" in output
     assert server.reports[-1].leaving
@@ -237,7 +237,7 @@ def test_with_keep_pods_sigterm_leaves_them_running(server, url, start_program, 
     client = start_program("--keep_pods", "--job_server", url, script(tmp_path, "sleep 600"))
     server.want_until(PodPhase.RUNNING, pod())
     client.terminate()
-    client.communicate(timeout=60)
+    client.communicate(timeout=120)
     assert client.returncode == 0
     assert not is_gone(shim_pid(tmp_path))
 
@@ -250,7 +250,7 @@ def test_a_second_sigterm_ends_the_pods_at_once(server, url, start_program, tmp_
     client.terminate()
     server.wait_phase("pod_0_0", PodPhase.STOPPING)
     client.send_signal(signal.SIGINT)
-    client.communicate(timeout=60)
+    client.communicate(timeout=120)
     assert client.returncode == 0
     wait_until(lambda: marked(tmp_path) == [])
 
@@ -267,7 +267,7 @@ def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_p
     start_program("--job_server", url, train)
     wait_until(lambda: server.nodes)
     second = start_program("--job_server", url, train)
-    output, _ = second.communicate(timeout=60)
+    output, _ = second.communicate(timeout=120)
     assert second.returncode == 2
     assert "another job client runs in" in output
 

@@ -70,9 +70,9 @@ def shim(tmp_path: Path):
     process = subprocess.Popen([*command, "sleep", "600"], cwd=tmp_path)
     wait_until(lambda: answers(folder))
     yield folder
-    shim_wire.request(folder, {"op": "release"})
-    shim_wire.request(folder, {"op": "kill"})
-    process.wait(20)
+    shim_wire.request(folder, {"op": "release"}, timeout_s=60)
+    shim_wire.request(folder, {"op": "kill"}, timeout_s=60)
+    process.wait(60)
 
 
 def answers(folder: Path) -> bool:

@@ -81,7 +81,7 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **self.env}, stderr=log, text=True
             )
-        wait_until(self.answers, 60, f"the server answers: {self.log()}")
+        wait_until(self.answers, 120, f"the server answers: {self.log()}")
 
     def answers(self) -> bool:
         assert self.process is not None

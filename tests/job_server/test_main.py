@@ -235,7 +235,7 @@ def test_what_is_no_http_is_refused_as_json(tmp_path):
     with running_server(tmp_path, "--no_job") as server:
         too_long = b"POST /api/v1/jobs HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n"
         for raw in (b"GET\r\n\r\n", too_long):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=120) as sock:
                 sock.sendall(raw)
                 answer = b""
                 while data := sock.recv(65536):

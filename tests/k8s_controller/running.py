@@ -52,7 +52,7 @@ def running_controller(cluster: Cluster, folder: Path, *args: str) -> Iterator[P
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(120)
         finally:
             process.kill()
     assert process.returncode == 0, log.read_text()[-3000:]

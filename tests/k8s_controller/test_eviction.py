@@ -95,8 +95,8 @@ def test_pods_are_evicted_one_at_a_time_whatever_decides_on_their_number(
     held = {"metadata": {"finalizers": ["example.org/slow"]}}  # it takes its time to go
     store.patch(store.kind("Pod"), "default", "digits-0", held)
     evict(cluster, "digits-0")
-    wait_until(lambda: trainers(cluster).keys() >= {"digits-1", "digits-2"}, 20)
-    wait_until(lambda: needed(cluster) == 2, 20)
+    wait_until(lambda: trainers(cluster).keys() >= {"digits-1", "digits-2"}, 120)
+    wait_until(lambda: needed(cluster) == 2, 120)
     with pytest.raises(KubeError, match="disruption budget"):
         evict(cluster, "digits-1")
     free: dict[str, Any] = {"metadata": {"finalizers": []}}
@@ -113,5 +113,5 @@ def test_a_node_can_be_drained_though_there_is_none_for_the_pods_that_leave_it(c
     train_with(cluster, 2)
     store.patch(store.kind("Node"), "", "n1", {"spec": {"unschedulable": True}})
     evict(cluster, "digits-0")
-    wait_until(lambda: needed(cluster) == 0, 20, "its substitute is on no node")
+    wait_until(lambda: needed(cluster) == 0, 120, "its substitute is on no node")
     evict(cluster, "digits-1")

@@ -81,7 +81,7 @@ def test_watches_that_the_api_server_ends_with_an_error_begin_again(
             job = training_job(f"job-{number}")
             job["metadata"] = {"name": f"job-{number}", "namespace": namespace}
             api_server.store.create(api_server.store.kind("TrainingJob"), namespace, job)
-            wait_until(functools.partial(seen.__contains__, f"job-{number}"), 30, "it is seen")
+            wait_until(functools.partial(seen.__contains__, f"job-{number}"), 120, "it is seen")
             wait_until(functools.partial(begins_again, times_begun()), 60, "it begins again")
             assert not stop.is_set(), "the lease is renewed until then"
     finally:
@@ -106,8 +106,8 @@ def test_watches_end_at_sigterm_and_wait_for_nobody(
         return {(call.verb, call.namespace) for _, call in list(api_server.calls)}
 
     def end() -> None:
-        wait_until(lambda: signal.getsignal(signal.SIGTERM) != usual, 20, "kopf takes SIGTERM")
-        wait_until(lambda: ("watch", namespace) in asked(), 20, "a watch")
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) != usual, 120, "kopf takes SIGTERM")
+        wait_until(lambda: ("watch", namespace) in asked(), 120, "a watch")
         os.kill(os.getpid(), signal.SIGTERM)
 
     ending = threading.Thread(target=end)
@@ -149,7 +149,7 @@ def test_pods_that_are_refused_are_told_once_and_hold_up_nothing_else(
         while kube.tries < 3:
             known = kube.tries
             controller.look_at(namespace, "digits")
-            wait_until(lambda known=known: kube.tries > known, 20)  # type: ignore[misc]
+            wait_until(lambda known=known: kube.tries > known, 120)  # type: ignore[misc]
     finally:
         controller.stop()
     told = conditions()["PodsReady"]
@@ -195,7 +195,7 @@ def test_a_job_whose_passes_fail_again_and_again_has_one_event_that_says_so(
     controller.start()
     controller.look_at(namespace, "digits")
     try:
-        wait_until(lambda: passes > 10, 20)
+        wait_until(lambda: passes > 10, 120)
     finally:
         controller.stop()
     (told,) = store.all("Event", namespace)

@@ -36,7 +36,7 @@ def test_a_place_where_it_cannot_listen_is_named(tmp_path, args: tuple[str, ...]
     with socket.create_server(("", 0)) as taken:
         port = f"--liveness_port={taken.getsockname()[1]}"
         command = [sys.executable, "-m", "k8s_controller", f"--kubeconfig={config}", port, *args]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert "--liveness_port: " in line

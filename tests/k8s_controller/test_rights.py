@@ -46,7 +46,7 @@ def controller(cluster: Cluster, folder: Path) -> Iterator[Path]:
         yield log
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 @pytest.mark.timeout(120)

@@ -63,7 +63,7 @@ def collected(kubeconfig: Path, folder: Path, *args: str) -> Iterator[Collected]
         yield Collected(path)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 def tell(

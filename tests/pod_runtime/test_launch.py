@@ -86,7 +86,7 @@ class PodUnderTest:
             env={**self.env, **environ},
             cwd=self.work,
             check=True,
-            timeout=60,
+            timeout=120,
         )
 
     def train(self, *args: str, **environ: str) -> None:
@@ -746,7 +746,7 @@ def test_a_wrong_command_line_is_refused_with_2(tmp_path, argv, words):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert result.returncode == 2
     assert words in result.stderr

@@ -40,7 +40,7 @@ class Script:
             env={**os.environ, "EDL_CHANNEL": self.name},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         return done, self.heard()
 
@@ -185,7 +185,7 @@ def test_without_a_launcher_that_listens_the_script_ends_as_ever(script):
         env={**os.environ, "EDL_CHANNEL": script.name},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr

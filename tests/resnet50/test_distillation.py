@@ -219,7 +219,7 @@ def test_alone_a_script_becomes_the_training_so_that_signals_reach_it(tmp_path, 
             ["bash", str(SCRIPTS.parent / script)], cwd=tmp_path, stdout=subprocess.PIPE,
             env=environment(PATH=path, **given), text=True,
         ) as shell:  # fmt: skip
-            said, _ = shell.communicate(timeout=60)
+            said, _ = shell.communicate(timeout=120)
         assert (f"pid {shell.pid}" in said.splitlines()) == alone, said
 
 

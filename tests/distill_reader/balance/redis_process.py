@@ -41,7 +41,7 @@ class RedisProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        wait_until(self._answers, 30, "redis answers")
+        wait_until(self._answers, 120, "redis answers")
 
     def kill(self) -> None:
         if self._process is not None:

@@ -850,7 +850,7 @@ except KeyboardInterrupt:
             teacher.send(signal.SIGSTOP)
         wait_until(lambda: _sleeps(program.pid), what="it waits for its teachers")
         program.send_signal(signal.SIGINT)
-        out, _ = program.communicate(timeout=60)
+        out, _ = program.communicate(timeout=120)
     finally:
         program.kill()
         for teacher in running:

@@ -67,7 +67,7 @@ class Victim:
                 f"http://127.0.0.1:{self.port}/v2/models/toy/infer",
                 data=b"".join(map(bytes, parts)),
                 headers={oip_json.HEAD_LENGTH: str(length)},
-                timeout=60,
+                timeout=120,
             )
         assert response.status_code == 200, response.text
         length = int(response.headers[oip_json.HEAD_LENGTH])

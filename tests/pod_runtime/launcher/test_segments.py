@@ -80,7 +80,7 @@ def pods(tmp_path: Path) -> Iterator[list[NodeSegments]]:
         for request in ({"op": "release"}, {"op": "kill"}):
             with contextlib.suppress(ShimError):  # it has gone: it held nothing
                 shim_wire.request(tmp_path / f"pod_{rank}", request)
-        shim.wait(20)
+        shim.wait(120)
 
 
 @pytest.fixture

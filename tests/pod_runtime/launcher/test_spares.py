@@ -331,9 +331,9 @@ time.sleep(600)
     assert is_child == "True"
     begun = [(int(pid), start_time(int(pid)) or 0) for pid in pids]
     launcher.kill()
-    launcher.wait(30)
+    launcher.wait(120)
     launcher.stdout.close()
-    wait_until(lambda: not any(is_alive(pid, started) for pid, started in begun), 30)
+    wait_until(lambda: not any(is_alive(pid, started) for pid, started in begun), 120)
 
 
 def test_importing_is_gentle_only_where_the_priority_can_be_raised_again():

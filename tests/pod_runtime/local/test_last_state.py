@@ -28,7 +28,7 @@ def pods_dir(tmp_path: Path):
     yield folder
     for process in processes:
         process.kill()
-        process.wait(20)
+        process.wait(120)
 
 
 def hold_damaged(folder: Path) -> None:

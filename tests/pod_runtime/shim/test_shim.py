@@ -56,7 +56,7 @@ def start_shim(tmp_path: Path) -> Iterator[StartShim]:
                 ask(folder, op="release")
             shim.terminate()
             try:
-                shim.wait(10)
+                shim.wait(120)
             except subprocess.TimeoutExpired:
                 shim.kill()
                 shim.wait()
@@ -341,7 +341,7 @@ def test_a_shim_that_is_told_to_end_keeps_its_segment_for_a_moment_or_as_long_as
         assert get(folder) == [(1, b"x")]
         left_at = time.monotonic()
     watcher.close()
-    wait_until(lambda: is_gone(shim_pid(folder)), 30, "the shim's end")
+    wait_until(lambda: is_gone(shim_pid(folder)), 120, "the shim's end")
     assert time.monotonic() - left_at > shim_wire.SIGNALLED_LINGER_S
 
 
@@ -479,7 +479,7 @@ def test_two_pods_do_not_run_in_one_folder_and_the_next_may_once_the_first_has_e
     os.close(fd)
     ask(folder, op="kill")
     wait_until(lambda: (folder / "exit.json").exists())
-    assert subprocess.run([*argv, "true"], env=environ, timeout=60).returncode == 0
+    assert subprocess.run([*argv, "true"], env=environ, timeout=120).returncode == 0
     assert answers(folder)
 
 
@@ -491,7 +491,7 @@ def test_pods_run_in_one_folder_by_links_that_their_package_script_has_made(star
     (tmp_path / "b").mkdir()
     argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(tmp_path / "b"), "--"]
     environ = {**os.environ, "EDL_POD_FOLDER": str(tmp_path / "two")}
-    assert subprocess.run([*argv, "true"], env=environ, timeout=60).returncode == 0
+    assert subprocess.run([*argv, "true"], env=environ, timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_a_full_disk_behind_its_log_does_not_end_the_shim_of_a_pod_that_has_ende
     (folder / "exit.json").mkdir(parents=True)  # it cannot be written
     argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(folder), "--", "true"]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(argv, cwd=tmp_path, stderr=full, timeout=60, check=False)
+        ended = subprocess.run(argv, cwd=tmp_path, stderr=full, timeout=120, check=False)
     assert ended.returncode != 1  # by an error; Python says 120 of what it could not write itself
     assert not (folder / "sock").exists()
 

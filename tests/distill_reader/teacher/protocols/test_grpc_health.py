@@ -32,7 +32,7 @@ def check(port: int, service: str = "", **options: Any) -> int:
 
 def watch(channel: Any, service: str = "") -> Any:
     call = channel.unary_stream("/grpc.health.v1.Health/Watch")
-    return call(REQUEST(service=service).SerializeToString(), timeout=60)
+    return call(REQUEST(service=service).SerializeToString(), timeout=120)
 
 
 def statuses(stream: Any) -> Iterator[int]:

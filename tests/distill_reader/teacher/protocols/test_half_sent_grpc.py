@@ -48,7 +48,7 @@ class Teacher:
         return int(found[1]) << 10
 
     def close(self) -> None:
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=120)
 
 
 class HalfRequest:

@@ -86,7 +86,7 @@ def s3(tmp_path_factory) -> Iterator[dict[str, object]]:
         yield options
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(120)
 
 
 def _listens(port: int) -> bool:

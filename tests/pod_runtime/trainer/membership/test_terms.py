@@ -28,7 +28,7 @@ class Group:
     """The collective operations of a group, for ranks that are threads."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = Barrier(world_size, timeout=60)
+        self._barrier = Barrier(world_size, timeout=120)
         self._given: list[Any] = [None] * world_size
 
     def of_rank(self, rank: int) -> Any:

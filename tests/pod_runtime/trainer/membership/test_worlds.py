@@ -355,7 +355,7 @@ def test_a_script_that_stops_its_training_when_it_is_told_to_end_ends_its_traine
     stage.wait_step(3)
     survivor, other = (each.process for each in stage.trainers)
     survivor.send_signal(signal.SIGTERM)
-    wait_until(lambda: "loop.stop() after SIGTERM is left out" in stage.logs(), 30)
+    wait_until(lambda: "loop.stop() after SIGTERM is left out" in stage.logs(), 120)
     other.send_signal(signal.SIGKILL)
     assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
     finish_anew(job, job.newest(), *flags)
@@ -419,7 +419,7 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
         time.sleep(1.0)
         return bool(stage.trainers[0].words("step")[-1] == before)
 
-    wait_until(is_stuck, 30)
+    wait_until(is_stuck, 120)
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(20) == 75, stage.logs()  # gloo would give the peer up after 30 s
     left = job.newest()

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from job_server.api.wire import JobSpec, JobState, Node
-from job_server.cluster.placement import serves, why_unserved
+from job_server.cluster.placement import gather, serves, why_unserved
 from job_server.jobs.events import Allotted
 from job_server.jobs.work import Goal
 from job_server.sharing.allocate import Allocation, JobView, Policy, allocate
 from job_server.sharing.job_types import AnyJob, slots_held
-from job_server.sharing.job_views import NodeUse, job_view, pod_needs
+from job_server.sharing.job_views import NodeUse, is_closed, job_view, pod_needs, usable_slots
 from job_server.sharing.resources import NodeRoom, Resources
 from job_server.training.core.job import Job
-from job_server.training.rules.share import count_by_node, finishes, is_refused
+from job_server.training.rules.share import finishes, is_refused
 
 STUCK_PATIENCES = 3  # times prepare_timeout_s: slots that are not given back until then are in use
 UNLIMITED = 10**15  # what a node has of something that is not known
@@ -104,7 +104,8 @@ def rooms_of(
 ) -> list[NodeRoom]:
     """Return the nodes as the allocator sees them.
 
-    One whose client is silent has room for the pods that are heard all the same, and no more.
+    One whose client is silent has room for the pods that are heard all the same, and no more; one
+    that gets no new pods, as it is short of memory or disk, for those that are there.
 
     Args:
         free: the jobs that it decides on; what others hold is foreign.
@@ -119,19 +120,17 @@ def rooms_of(
             held[node_id].add(job, slots)
             if isinstance(job, Job) and job.spec.share and not is_free:
                 lent[node_id].add(job, slots)
-    heard: dict[str, int] = {}  # node -> slots of pods that no job has given up
-    for job in free:
-        pods = count_by_node(pod.site.node_id for pod in job.pods if pod.usable)
-        for node_id, count in pods.items():
-            heard[node_id] = heard.get(node_id, 0) + count * job.spec.slots_per_pod
+    kept = gather(
+        (pod.site.node_id, pod.site.slots) for job in free for pod in job.pods if pod.usable
+    )  # node -> slots of pods that no job has given up
     rooms = []
     for use in nodes:
         node_id = use.node.node_id
         if use.alive:
-            rooms.append(_room(use, held[node_id], lent[node_id]))
-        elif node_id in heard:
-            capacity = Resources(heard[node_id], UNLIMITED, UNLIMITED)
-            rooms.append(NodeRoom(node_id=node_id, capacity=capacity))
+            rooms.append(_room(use, held[node_id], lent[node_id], kept.get(node_id, frozenset())))
+        elif node_id in kept:
+            capacity = Resources(len(kept[node_id]), UNLIMITED, UNLIMITED)
+            rooms.append(NodeRoom(node_id=node_id, capacity=capacity, closed=True))
     return rooms
 
 
@@ -150,10 +149,15 @@ class _Held:
             self.memory_mb += len(slots) * job.spec.memory_mb
 
 
-def _room(use: NodeUse, held: _Held, lent: _Held) -> NodeRoom:
-    """Return a node as the allocator sees it; `lent` is what shared jobs have of `held`."""
+def _room(use: NodeUse, held: _Held, lent: _Held, kept: frozenset[int] = frozenset()) -> NodeRoom:
+    """Return a node as the allocator sees it.
+
+    Args:
+        lent: what shared jobs have of `held`.
+        kept: slots of pods that are there, and may stay.
+    """
     node, report = use.node, use.report
-    usable = {slot.index for slot in node.slots if slot.usable}
+    usable = usable_slots(node, kept)
     strangers = {each.index for each in report.slots if each.stranger} if report else set()
     others = len(usable & (held.slots | strangers))
     if use.limit is not None:
@@ -172,6 +176,7 @@ def _room(use: NodeUse, held: _Held, lent: _Held) -> NodeRoom:
         ),
         lent=Resources(len(usable & lent.slots), lent.cpu_milli, lent.memory_mb),
         limit=use.limit,
+        closed=is_closed(node),
     )
 
 

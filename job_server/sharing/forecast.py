@@ -177,6 +177,7 @@ def _room(node: SharedNode, jobs: Iterable[SharedJob]) -> NodeRoom:
             max(0, node.memory_used_mb - shared[1]) if node.memory_mb else 0,
         ),
         limit=node.limit,
+        closed=node.closed,
     )
 
 

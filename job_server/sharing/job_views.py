@@ -75,6 +75,21 @@ def pod_needs(spec: JobSpec) -> Resources:
     )
 
 
+def usable_slots(node: Node, kept: Collection[int]) -> set[int]:
+    """Return the slots of a node that jobs may have.
+
+    Args:
+        kept: those of pods that are there: they stay where the node gets no new ones.
+    """
+    usable = {slot.index for slot in node.slots if slot.usable}
+    return usable or {slot.index for slot in node.slots if not slot.quarantine}.intersection(kept)
+
+
+def is_closed(node: Node) -> bool:
+    """Return whether a node gets no new pods, as when it is short of memory."""
+    return not any(slot.usable for slot in node.slots)
+
+
 def most_pods(job: Job) -> int:
     """Return the most pods that a shared job may have: its spec's, or fewer by a user's resize."""
     most = job.share.most

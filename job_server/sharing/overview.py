@@ -5,7 +5,15 @@ from collections.abc import Iterable, Sequence
 from job_server.api.wire import JobState, SharedJob, SharedNode, Sharing, SlotKind
 from job_server.cluster.placement import serves
 from job_server.sharing.job_types import AnyJob, job_status, slots_held
-from job_server.sharing.job_views import NodeUse, bound_to, measured_step_s, most_pods, remaining_s
+from job_server.sharing.job_views import (
+    NodeUse,
+    bound_to,
+    is_closed,
+    measured_step_s,
+    most_pods,
+    remaining_s,
+    usable_slots,
+)
 from job_server.training.core.job import Job
 from job_server.training.rules.share import home_of
 
@@ -38,11 +46,10 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
 
 def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
     node, report = use.node, use.report
-    usable = {slot.index for slot in node.slots if slot.usable}
     barred = dict.fromkeys(slot.reason for slot in node.slots if not slot.usable)
     strangers = () if report is None else (each.index for each in report.slots if each.stranger)
     own: set[int] = set()
-    others = usable.intersection(strangers)
+    others: set[int] = set()
     trainers = [0, 0]
     for job in jobs:
         held = slots_held(job).get(node.node_id, frozenset())
@@ -50,6 +57,8 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         if isinstance(job, Job):
             trainers[0] += len(held) * job.spec.cpu_milli
             trainers[1] += len(held) * job.spec.memory_mb
+    usable = usable_slots(node, own)
+    others |= usable.intersection(strangers)
     gpus = {slot.index for slot in node.slots if slot.kind is SlotKind.GPU}
     use_of_gpus = [
         each.utilization_percent
@@ -64,6 +73,7 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         used_others=len(others - own),
         limit=use.limit,
         barred="; ".join(filter(None, barred)),
+        closed=is_closed(node),
         cpu_milli=node.cpu_milli,
         cpu_used_milli=trainers[0] + use.foreign_cpu_milli,
         memory_mb=node.memory_mb,

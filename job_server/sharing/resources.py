@@ -26,6 +26,7 @@ class NodeRoom:
     foreign: Resources = NOTHING  # what others use of it: web traffic, a user's own programs
     lent: Resources = NOTHING  # of that, what jobs have that share, and keep it for now
     limit: int | None = None  # of slots, also where jobs need more; `foreign` holds the rest
+    closed: bool = False  # what a job gives up there no other one can have
 
 
 class Need(NamedTuple):
@@ -46,6 +47,7 @@ class _Node:
     free: list[int]  # may be below 0: others have taken what jobs use
     most: list[int]  # that is free when no job that shares has anything
     limit: int | None
+    closed: bool
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Room:
         for node in nodes:
             free = [node.capacity[k] - node.foreign[k] for k in _KINDS]
             most = [free[k] + node.lent[k] for k in _KINDS]
-            self._nodes.append(_Node(node.node_id, free, most, node.limit))
+            self._nodes.append(_Node(node.node_id, free, most, node.limit, node.closed))
             for k in _KINDS:
                 total[k] += node.capacity[k]
                 used[k] += node.foreign[k]
@@ -163,18 +165,18 @@ class Room:
         if any(each[k] > max(self._left[k], 0) for k in _KINDS if each[k]):
             return False
         if held.home and not held.count:
-            if self._fits(held.home, each):
+            if self._fits(held, held.home):
                 self._move(job_id, held.home, 1)
                 return True
             return False
         for node_id, before in held.before.items():
-            if held.now.get(node_id, 0) < before and self._fits(node_id, each):
+            if held.now.get(node_id, 0) < before and self._fits(held, node_id):
                 self._move(job_id, node_id, 1)
                 return True
         key = (each, held.nodes)
         for i in range(self._first.get(key, 0), len(self._nodes)):
             node = self._nodes[i]
-            if held.nodes is not None and node.node_id not in held.nodes:
+            if node.closed or (held.nodes is not None and node.node_id not in held.nodes):
                 continue
             if all(each[k] <= node.free[k] for k in _KINDS if each[k]):
                 self._first[key] = i
@@ -192,7 +194,7 @@ class Room:
         fits = {
             node.node_id: max(0, min((node.most[k] // held.each[k] for k in needed), default=count))
             for node in self._nodes
-            if held.nodes is None or node.node_id in held.nodes
+            if not node.closed and (held.nodes is None or node.node_id in held.nodes)
         }
         return sum(fits.values()) >= count and (not held.home or fits.get(held.home, 0) > 0)
 
@@ -222,11 +224,14 @@ class Room:
             self._move(job_id, node_id, -count)
             self._journal.pop()
 
-    def _fits(self, node_id: str, each: Resources) -> bool:
-        index = self._index.get(node_id)
-        return index is not None and all(
-            each[k] <= self._nodes[index].free[k] for k in _KINDS if each[k]
-        )
+    def _fits(self, held: _Held, node_id: str) -> bool:
+        index, each = self._index.get(node_id), held.each
+        if index is None:
+            return False
+        node = self._nodes[index]
+        if node.closed and held.now.get(node_id, 0) >= held.before.get(node_id, 0):
+            return False
+        return all(each[k] <= node.free[k] for k in _KINDS if each[k])
 
     def _move(self, job_id: str, node_id: str, count: int) -> None:
         held, index = self._held[job_id], self._index[node_id]

@@ -11,6 +11,7 @@ from job_server.jobs.events import Allotted
 from job_server.server.nodes import SmoothedLoad
 from job_server.sharing.decide import decide, rooms_of, why_never, why_not_after
 from job_server.sharing.job_views import NodeUse, measured_step_s, remaining_s
+from job_server.sharing.overview import overview
 from job_server.sharing.policies import Fulfilment
 from job_server.training.core.job import Job, Share, TrainingPod
 from job_server.training.machine import new_job
@@ -111,6 +112,22 @@ def test_a_silent_node_keeps_the_pods_that_nobody_has_given_up_and_gets_no_more(
     assert told([job, shared("other")], silent)["other"].nodes == {}
     given_up = with_pods(job, "a", 0, state=DesiredState.HOLD)
     assert told([given_up], silent)["job"].nodes == {}
+
+
+def test_pods_keep_their_places_on_a_node_that_gets_no_new_ones():
+    held = Allotment(pods=3, reason="there is room", since=900.0, nodes={"a": 3})
+    job = with_pods(replace(shared("job", most=4), share=Share(allotment=held)), "a", 0, 1, 2)
+    short = use("a")
+    slots = tuple(replace(slot, usable=False, reason="full") for slot in short.node.slots)
+    short = replace(short, node=replace(short.node, slots=slots))
+    assert told([job], short) == {}
+    assert told([job, shared("other")], short)["other"].nodes == {}
+    assert told([with_pods(job, "a", 0, 1)], short)["job"].nodes == {"a": 2}, "one was lost"
+    (node,) = overview("", [job], [short], 1000.0).nodes
+    assert (node.slots, node.used_shared, node.barred) == (3, 3, "full")
+    leave = tuple(replace(slot, quarantine="is drained") for slot in slots)
+    drained = replace(short, node=replace(short.node, slots=leave))
+    assert told([job], drained, use("b"))["job"].nodes == {"b": 4}
 
 
 def test_slots_that_are_not_given_back_for_long_count_as_used():

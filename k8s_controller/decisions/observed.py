@@ -40,6 +40,7 @@ class ListedPod:
     node: str = ""  # of Kubernetes; "": not scheduled
     trouble: str = ""  # one word, as of a condition's reason; "": none
     message: str = ""  # ... in words
+    disrupted: bool = False  # it was ended for the sake of its node, or of other pods
 
     @property
     def node_id(self) -> str:
@@ -189,6 +190,7 @@ def pod_view(pod: Object) -> ListedPod:
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         trouble=trouble,
         message=message,
+        disrupted=_is(status, "DisruptionTarget"),
     )
 
 
@@ -220,6 +222,8 @@ def _end_of_trainer(status: Object) -> str:
 
 def _trouble(status: Object) -> tuple[str, str]:
     """Return what keeps a pod from running: a reason of one word, and the words for people."""
+    if status.get("phase") == "Failed" and status.get("reason"):  # by its node: codes say nothing
+        return str(status["reason"]), str(status.get("message") or "it has failed").strip()
     for each in status.get("conditions") or ():
         if each.get("type") == "PodScheduled" and each.get("status") == "False":
             return UNSCHEDULABLE, str(each.get("message", "")) or "no node has room for it"
@@ -241,7 +245,7 @@ def _trouble(status: Object) -> tuple[str, str]:
             why = ended.get("message") or ended.get("reason") or ""
             return "Ended", f"{said}: {why}" if why else said
     if status.get("phase") == "Failed":
-        return str(status.get("reason") or "Ended"), str(status.get("message") or "it has failed")
+        return "Ended", str(status.get("message") or "it has failed")
     return "", ""
 
 

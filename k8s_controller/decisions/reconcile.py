@@ -469,9 +469,13 @@ class _Pass:
     def _keep_budget(self) -> None:
         """Let one pod be evicted at a time: the next one when the last one has gone.
 
-        A pod that has no node, and may never get one, keeps no other from being evicted.
+        A pod that has no node, and may never get one, keeps no other from being evicted. Nor does
+        one on a lost node, which may never go: its grace is over.
         """
-        there = sum(bool(pod.node) and not pod.over for pod in self.seen.trainers)
+        there = sum(
+            bool(pod.node) and not pod.over and (pod.ready or not 0 < pod.gone_by <= self.now)
+            for pod in self.seen.trainers
+        )
         needed = max(there - 1, 0)
         if self.seen.prepared and self.seen.budget != needed:
             self.steps.append(SetBudget(needed))
@@ -546,17 +550,12 @@ class _Pass:
                 continue
             if pod.over:
                 self.steps.append(RemovePod(pod.name, pod.uid))
-                failed += 1
+                failed += not pod.disrupted
                 self._say("PodEnded", f"{pod.name}: {pod.message or 'it has ended'}", warning=True)
             elif self._is_overdue(pod):
                 self.steps.append(RemovePod(pod.name, pod.uid))
                 self._alive.remove(pod)
-                words = pod.message or "it has not registered with the job server"
-                self._say(
-                    "PodReplaced",
-                    f"{pod.name}: not ready after {self.spec.pod_ready_timeout_s:g} s: {words}",
-                    warning=True,
-                )
+                self._say("PodReplaced", f"{pod.name}: {self._why_overdue(pod)}", warning=True)
         if not failed:
             return
         count = self.status.pod_failures + failed
@@ -569,6 +568,12 @@ class _Pass:
                 "PodsFailed",
                 f"{count} pods have ended before the training went on; the last one: {words}",
             )
+
+    def _why_overdue(self, pod: ListedPod) -> str:
+        if self.seen.server is not None and pod.node_id in self.seen.server.nodes:
+            return "the job server hears nothing of it any more, and the training has left it"
+        words = pod.message or "it has not registered with the job server"
+        return f"not ready after {self.spec.pod_ready_timeout_s:g} s: {words}"
 
     def _is_overdue(self, pod: ListedPod) -> bool:
         server = self.seen.server

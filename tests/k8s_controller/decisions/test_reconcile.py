@@ -202,6 +202,15 @@ def test_pods_are_evicted_one_at_a_time_and_those_without_a_node_keep_none_from_
     assert not any(isinstance(step, SetBudget) for step in first.steps), "it is not there yet"
 
 
+def test_a_pod_that_no_node_ends_keeps_no_other_from_being_evicted():
+    spec = parsed(replicas=2)
+    lost = pod(0, node="lost", leaving=True, gone_by=NOW + 120)
+    pods = [lost, pod(1, node="n"), pod(2, node="n")]
+    seen = running(spec, pods, used=pods[1:])
+    assert SetBudget(2) in look(spec, seen).steps
+    assert SetBudget(1) in look(spec, replace(seen, budget=2), now=NOW + 121).steps
+
+
 def test_a_pod_that_was_closed_is_opened_when_it_is_wanted_again():
     spec = parsed(replicas=3)
     seen = with_limits(running(spec, [pod(0), pod(1), pod(2)]), n2=0)
@@ -241,6 +250,47 @@ def test_a_pod_whose_trainer_has_ended_is_over_though_another_container_runs_on(
     assert listed.message == ("container trainer ended with code 137: OOMKilled" if code else "")
 
 
+def ended_by_its_node(reason: str, message: str) -> ListedPod:
+    """Return a pod as kubelets leave it that end it for the sake of their node."""
+    return pod_view(
+        {
+            "metadata": {
+                "name": "digits-0", "uid": "uid00000", "labels": {"paddlepaddle.org/index": "0"}
+            },
+            "spec": {"nodeName": "n"},
+            "status": {
+                "phase": "Failed", "reason": reason, "message": message,
+                "conditions": [{"type": "DisruptionTarget", "status": "True"}],
+                "containerStatuses": [
+                    {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
+                ],
+            },
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("Evicted", "The node was low on resource: memory. "),
+        ("Terminated", "Pod was terminated in response to imminent node shutdown."),
+    ],
+)
+def test_pods_that_their_nodes_end_are_no_failures_and_it_is_said_why_they_ended(reason, message):
+    spec = parsed(minReplicas=2, maxReplicas=3, restartLimit=1)
+    seen = running(spec, [], state=JobState.WAITING)
+    ended = ended_by_its_node(reason, message)
+    status = TrainingJobStatus(desired=3, scaled_at=NOW, started_at=NOW)
+    for night in range(6):
+        outcome = look(spec, replace(seen, trainers=(ended,)), status, NOW + 600 * night)
+        assert RemovePod("digits-0", "uid00000") in outcome.steps
+        told = Notice("PodEnded", f"digits-0: {message.strip()}", warning=True)
+        assert told in outcome.notices
+        status = outcome.status
+    assert (status.ended, status.pod_failures) == (False, 0)
+    assert MakeTrainer(0) in look(spec, seen, status, NOW + 3600.1).steps, "at once"
+
+
 def test_a_job_whose_pods_always_end_has_failed_and_says_why():
     spec = parsed(replicas=1, restartLimit=2)
     seen = running(spec, [], state=JobState.WAITING)
@@ -263,6 +313,21 @@ def test_a_pod_that_does_not_get_ready_in_time_is_replaced_but_not_where_there_i
     assert outcome.steps == ()
     assert outcome.status.conditions[states.PODS_READY].reason == "Unschedulable"
     assert "digits-1: 0/3 nodes" in outcome.status.conditions[states.PODS_READY].message
+
+
+def test_a_pod_that_its_server_hears_no_more_is_not_said_to_have_been_late():
+    spec = parsed(replicas=2, podReadyTimeoutSeconds=60)
+    pods = [pod(0), pod(1, created_at=NOW - 9000)]
+    seen = running(spec, pods, used=pods[:1])
+    assert seen.server is not None
+    nodes = {**nodes_of(pods[:1]), **nodes_of(pods[1:], alive=False)}
+    seen = replace(seen, server=replace(seen.server, nodes=nodes))
+    status = TrainingJobStatus(desired=2, scaled_at=NOW, started_at=NOW)
+    status = status.with_condition(states.SERVER_READY, True, "Answers", "", NOW - 900)
+    outcome = look(spec, seen, status)
+    assert outcome.steps[0] == RemovePod("digits-1", "uid00001")
+    words = "digits-1: the job server hears nothing of it any more, and the training has left it"
+    assert outcome.notices[0] == Notice("PodReplaced", words, warning=True)
 
 
 def test_a_pod_that_waited_long_for_a_node_has_all_its_time_to_get_ready():

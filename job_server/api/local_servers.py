@@ -24,6 +24,7 @@ from job_server.api.errors import ConfigError, NotFound
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0
+_LOG_INS = Path("/run/user")  # where systemd makes XDG_RUNTIME_DIR, by the user's number
 
 
 class LocalServer(Message, frozen=True, kw_only=True):
@@ -213,8 +214,12 @@ class _Entry:
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield where the list may be; a server writes to the first that it can."""
-    runtime, home = environ.get("XDG_RUNTIME_DIR"), environ.get("HOME")
+    """Yield where the list may be; a server writes to the first that it can.
+
+    A job of cron, or a shell of `su -`, is not told of the folder that a log-in has made.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR") or str(_LOG_INS / str(os.geteuid()))
+    home = environ.get("HOME")
     cache = environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
     if runtime and Path(runtime).is_dir():  # made by the log-in, never by a program
         yield Path(runtime) / "edl" / "servers"

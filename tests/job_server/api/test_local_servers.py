@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from job_server.api import local_servers as local_servers_module
 from job_server.api.local_servers import find_server, listed, local_servers
 from tests.job_server.serving import ServerProcess, running_server
 from tests.support import wait_until
@@ -51,6 +52,18 @@ def test_without_a_runtime_folder_the_users_cache_has_the_list(environ, tmp_path
         assert [server.url for server in local_servers(environ)] == [URL]
 
 
+def test_a_program_that_nobody_logged_in_for_finds_the_server_of_a_log_in(tmp_path, monkeypatch):
+    runtime = tmp_path / "user" / str(os.geteuid())
+    runtime.mkdir(parents=True)
+    monkeypatch.setattr(local_servers_module, "_LOG_INS", tmp_path / "user")
+    logged_in = {"XDG_RUNTIME_DIR": str(runtime), "HOME": str(tmp_path / "home")}
+    by_cron = {"HOME": str(tmp_path / "home")}  # or after `su -`
+    with listed(URL, token_file=None, folder=tmp_path, environ=logged_in):
+        assert [server.url for server in local_servers(by_cron)] == [URL]
+    with listed(URL, token_file=None, folder=tmp_path, environ=by_cron):
+        assert [server.url for server in local_servers(logged_in)] == [URL]
+
+
 def test_a_list_that_others_may_write_is_not_believed(environ, tmp_path):
     with listed("http://127.0.0.1:1", token_file=None, folder=tmp_path, environ=environ):
         open_to_others = tmp_path / "runtime" / "edl" / "servers"
@@ -61,7 +74,8 @@ def test_a_list_that_others_may_write_is_not_believed(environ, tmp_path):
             assert files(tmp_path / "home")
 
 
-def test_a_server_that_no_list_takes_runs_all_the_same_and_says_so(tmp_path, caplog):
+def test_a_server_that_no_list_takes_runs_all_the_same_and_says_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(local_servers_module, "_LOG_INS", tmp_path / "no user")
     (tmp_path / "home").write_text("not a folder")
     for environ in ({}, {"HOME": str(tmp_path / "home")}):
         caplog.clear()

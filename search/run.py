@@ -13,6 +13,7 @@ from typing import Protocol
 from optuna.exceptions import StorageInternalError
 
 from job_server.api.errors import (
+    BadRequest,
     Conflict,
     NotFound,
     Rejected,
@@ -99,17 +100,17 @@ class Search:
             say: called with a line when something happens.
 
         Raises:
-            Rejected: the server refuses a trial's job, or this search from the beginning; the text
-                says why.
+            Rejected: the server refuses the first trials, or this search, from the beginning, or is
+                of a version before; the text says why.
         """
         silent_until, is_known = 0.0, False
         while True:
             try:
                 progress = self.step(say)
-            except (Retryable, StorageInternalError, Unauthorized) as error:
+            except (Retryable, StorageInternalError, Unauthorized, BadRequest) as error:
+                if isinstance(error, Unauthorized | BadRequest) and not is_known:
+                    raise
                 if isinstance(error, Unauthorized):
-                    if not is_known:
-                        raise
                     self._read_token()  # the server may have been started again with another one
                 # Nothing is known, or can be kept, meanwhile: so nothing is decided.
                 if time.monotonic() >= silent_until:
@@ -244,6 +245,8 @@ def _waits_for(error: Exception) -> str:
         return f"the job server does not answer; waiting: {error}"
     if isinstance(error, Unauthorized):
         return f"the job server has another token; waiting until it is in its file: {error}"
+    if isinstance(error, BadRequest):  # such as for the limits of `edl capacity`
+        return f"the job server refuses a trial now; waiting: {error}"
     return f"the study cannot be kept now; waiting: {cause_of(error)}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from job_server.api.errors import ConfigError, Conflict, NotFound, Rejected, ServerAway
+from job_server.api.errors import BadRequest, ConfigError, Conflict, NotFound, Rejected, ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus, SharedJob, SharedNode, Sharing
 from search.decide import GONE, TrialState
 from search.study_file import (
@@ -226,6 +226,27 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_that_is_said(
     said = start(tmp_path, jobs)
     assert sum(f"the job server {words}" in line for line in said) == 1
     assert results(tmp_path) == unharmed[0]
+
+
+def test_a_server_that_has_no_room_for_further_trials_now_is_waited_for(tmp_path, unharmed):
+    class Limited(Jobs):
+        refusals, least = 0, 0  # it takes so many trials before it refuses some
+
+        def submit(self, spec: JobSpec) -> JobStatus:
+            if len(self.made) >= self.least and self.refusals < 3:
+                self.refusals += 1
+                raise BadRequest("min_pods: 1 pods are more than the cluster has: 0 fit")
+            return super().submit(spec)
+
+    jobs = Limited(epochs=3)
+    jobs.least = 2
+    said = start(tmp_path, jobs)
+    assert sum("refuses a trial now; waiting: min_pods: 1" in line for line in said) == 1
+    assert results(tmp_path) == unharmed[0]
+    first = Limited(epochs=3)
+    first.least = 0
+    with pytest.raises(BadRequest):
+        start(tmp_path / "refused from the beginning", first)
 
 
 def test_promising_trials_may_have_more_pods(tmp_path):

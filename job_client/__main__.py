@@ -179,16 +179,24 @@ def _check(flag: str, value: str) -> None:
 def _file(flag: str, cwd: Path, value: str | None) -> Path | None:
     if value is None:
         return None
-    if not (cwd / value).is_file():
-        raise SetupError(f"{flag}: {value}: no such file")
+    try:
+        why = "" if (cwd / value).is_file() else "no such file"
+    except OSError as error:  # in a folder that this user may not enter, say
+        why = str(error.strerror)
+    if why:
+        raise SetupError(f"{flag}: {value}: {why}")
     return cwd / value
 
 
 def _folder(flag: str, cwd: Path, value: str | None) -> Path | None:
     if value is None:
         return None
-    if not (cwd / value).is_dir():
-        raise SetupError(f"{flag}: {value}: no such folder")
+    try:
+        why = "" if (cwd / value).is_dir() else "no such folder"
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise SetupError(f"{flag}: {value}: {why}")
     return cwd / value
 
 

@@ -279,9 +279,12 @@ def look_at_shared_memory() -> list[Finding]:
 
 def look_at_disk(folder: Path) -> list[Finding]:
     folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        usage = shutil.disk_usage(folder)
+    except OSError as error:  # in a folder that this user may not enter, say
+        return [fail(f"disk of {folder}", str(error.strerror), "give another --log_dir")]
     if not os.access(folder, os.W_OK):
         return [fail(f"disk of {folder}", "may not be written", "give another --log_dir")]
     return [judge_disk(folder, usage.free, usage.total)]

@@ -197,8 +197,11 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
     """
     args = build_parser().parse_args(argv)
     script = Path(args.script).absolute()
-    if not script.is_file():
-        raise LaunchError(f"script: {args.script} does not exist in {Path.cwd()}", 2)
+    try:
+        if not script.is_file():
+            raise LaunchError(f"script: {args.script} does not exist in {Path.cwd()}", 2)
+    except OSError as error:  # in a folder that this user may not enter, say
+        raise LaunchError(f"script: {args.script}: {error.strerror}", 2) from None
     if args.args[:1] == ["--"]:
         args.args = args.args[1:]
     try:

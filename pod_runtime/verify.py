@@ -90,11 +90,14 @@ def read_account(path: str) -> LedgerAccount:
         NothingToVerifyError: there is neither, or it cannot be read.
     """
     local = Path(path)
-    for file in (local, local / LEDGER_NAME):
-        if file.is_file():
-            return _from_file(file)
-    if "://" not in path and not local.exists():
-        raise NothingToVerifyError(f"{path}: does not exist")
+    try:
+        for file in (local, local / LEDGER_NAME):
+            if file.is_file():
+                return _from_file(file)
+        if "://" not in path and not local.exists():
+            raise NothingToVerifyError(f"{path}: does not exist")
+    except OSError as error:  # in a folder that this user may not enter, say
+        raise NothingToVerifyError(f"{path}: {error.strerror}") from error
     try:
         storage = open_storage(path)
         found = CheckpointStore(storage).load_newest()

@@ -72,12 +72,15 @@ def log_lines(
         for pod in status.pods:
             if pod.pod_id in tails or (pod_ids and pod.pod_id not in pod_ids):
                 continue
-            tail = _open(status, pod, lines)
+            try:
+                tail, why = _open(status, pod, lines), _where(pod)
+            except OSError as error:  # in a folder that this user may not enter, say
+                tail, why = None, f"{pod.log_path} cannot be read: {error.strerror}"
             if tail is not None:
                 tails[pod.pod_id] = tail
             elif pod.pod_id not in missing:
                 missing.add(pod.pod_id)
-                yield _where(pod)
+                yield f"[{pod.pod_id}] {why}"
         last = not follow or status.state.ended
         for tail in tails.values():
             prefix = f"[{tail.pod_id}] " if len(tails) > 1 else ""
@@ -89,7 +92,11 @@ def log_lines(
 
 
 def _open(job: JobStatus, pod: JobPod, lines: int) -> _Tail | None:
-    """Return the log at its last `lines` lines; None: it is not on this machine."""
+    """Return the log at its last `lines` lines; None: it is not on this machine.
+
+    Raises:
+        OSError: it may not be read.
+    """
     path = Path(pod.log_path)
     if not pod.log_path or not path.is_file() or not _is_of(job, pod, path.parent):
         return None
@@ -120,5 +127,5 @@ def _is_of(job: JobStatus, pod: JobPod, folder: Path) -> bool:
 
 def _where(pod: JobPod) -> str:
     if not pod.log_path:
-        return f"[{pod.pod_id}] no log yet; its node {pod.node_id} has reported none"
-    return f"[{pod.pod_id}] not on this machine: {pod.log_path} on node {pod.node_id} ({pod.addr})"
+        return f"no log yet; its node {pod.node_id} has reported none"
+    return f"not on this machine: {pod.log_path} on node {pod.node_id} ({pod.addr})"

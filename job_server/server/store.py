@@ -91,11 +91,11 @@ class Store:
         """
         self._path = path
         self._lock = threading.Lock()
-        if path != ":memory:" and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"--db: the folder of {path} does not exist; make it first")
         try:
+            if path != ":memory:" and not Path(path).absolute().parent.is_dir():
+                raise ConfigError(f"--db: the folder of {path} does not exist; make it first")
             self.connection = _connect(path)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:  # in a folder that this user may not enter, say
             raise ConfigError(f"--db: cannot open {path}: {error}") from None
         try:
             self._prepare()

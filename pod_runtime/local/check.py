@@ -41,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.shards < 2:
         parser.error(f"--shards: expected 2 or more, got {args.shards}; one is the whole batch")
     script = Path(args.script)
-    if not script.is_file():
-        parser.error(f"{script}: there is no such file")
+    try:
+        if not script.is_file():
+            parser.error(f"{script}: there is no such file")
+    except OSError as error:  # in a folder that this user may not enter, say
+        parser.error(f"{script}: {error.strerror}")
     if not any(_imports_edl(file) for file in _own_files(script)):
         print(
             f"{script}: it does not use the elastic loop: a change of the pods starts it afresh, "

@@ -100,6 +100,11 @@ def test_what_is_said_of_the_machine(finding, verdict):
     assert bool(finding.remedy) == (verdict is not OK)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_told(tmp_path):
+    (finding,) = doctor.look_at_disk(tmp_path / (300 * "x"))
+    assert (finding.verdict, finding.found) == (FAIL, "File name too long")
+
+
 def test_in_a_container_the_memory_is_what_its_group_has_left(tmp_path):
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
     (tmp_path / "self").mkdir()

@@ -272,12 +272,17 @@ def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_p
     assert "another job client runs in" in output
 
 
+LONG = 300 * "x"  # nobody can look at it, as at what is in a folder that this user may not enter
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
         ([], "give either a training script or --jobs_dir"),
         (["./missing.sh"], "training script: ./missing.sh: no such file"),
         (["--jobs_dir", "missing"], "--jobs_dir: missing: no such folder"),
+        (["--jobs_dir", LONG], f"--jobs_dir: {LONG}: File name too long"),
+        ([LONG], f"training script: {LONG}: File name too long"),
         (["--jobs_dir", ".", "train.sh"], "not both"),
         (["--package_sh", "missing.sh", "train.sh"], "--package_sh: missing.sh: no such file"),
         (["--cpu_slots", "0", "train.sh"], "--cpu_slots: expected 1 to 4096, got 0"),

@@ -72,6 +72,7 @@ def files(tmp_path, monkeypatch):
         pytest.param("--token_file empty.token", "empty.token", id="empty token"),
         pytest.param("--token_file open.token", "chmod 600", id="token for all to read"),
         pytest.param("--db no/server.db", "--db", id="no folder for the database"),
+        pytest.param(f"--db {300 * 'x'}/a.db", "--db: cannot open xxx", id="no such name"),
         pytest.param("--db junk.db", "--db", id="no database"),
         pytest.param("--no_job --dry_run", "--dry_run", id="nothing to show"),
         pytest.param("--unknown", "--unknown", id="unknown flag"),

@@ -393,6 +393,7 @@ def test_a_killed_edl_run_takes_everything_with_it(run):
     ("argv", "words"),
     [
         (["missing.py"], "missing.py does not exist"),
+        ([300 * "x"], "xxx: File name too long"),
         (["--max", "1", "--min", "2", TOY], "--max: 1 is less than --min, 2"),
         (["--min", "0", TOY], "--min: must be between"),
         (["--pods", "5", "--max", "4", TOY], "--pods: 5 is not between 1 (--min) and 4 (--max)"),

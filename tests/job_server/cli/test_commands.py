@@ -509,13 +509,13 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         assert "has no pods now; what earlier ones wrote is" in capsys.readouterr().out
         api.register_node(cpu_node("node-l", job_id="logged"))
 
-        def report(phase: wire.PodPhase) -> None:
+        def report(phase: wire.PodPhase, other: str = "/far/away/log") -> None:
             code = 0 if phase is wire.PodPhase.EXITED else None
             pods = tuple(
                 wire.PodState(
                     pod_id=pod_id, job_id="logged", phase=phase, exit_code=code, log_path=path
                 )
-                for pod_id, path in (("pod_0_0", str(log)), ("pod_1_0", "/far/away/log"))
+                for pod_id, path in (("pod_0_0", str(log)), ("pod_1_0", other))
             )
             api.node_report(wire.NodeReport(node_id="node-l", pods=pods))
 
@@ -528,6 +528,14 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
             "line 99",
             "no end yet",
         ]
+        unreadable = "/" + 300 * "x"  # as a folder that this user may not enter
+        report(wire.PodPhase.RUNNING, unreadable)
+        assert main(["logs", "logged", "--lines", "1", "--server", server.url]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            f"[pod_1_0] {unreadable} cannot be read: File name too long",
+            "no end yet",
+        ]
+        report(wire.PodPhase.RUNNING)
         follow = InThread(
             lambda: main(["logs", "logged", "pod_0_0", "--follow", "--server", server.url])
         )

@@ -318,6 +318,7 @@ def test_a_script_without_the_loop_is_not_run(tmp_path, capsys, monkeypatch):
     for wrong, text in (
         (["--shards", "1", "train.py"], "--shards: expected 2 or more, got 1"),
         (["gone.py"], "gone.py: there is no such file"),
+        ([300 * "x"], "xxx: File name too long"),
     ):
         with pytest.raises(SystemExit) as left:
             main(wrong)

@@ -527,6 +527,8 @@ def test_a_path_without_anything_is_refused(tmp_path, capsys):
     assert "neither a run folder" in capsys.readouterr().err
     assert verify([str(tmp_path / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert verify([300 * "x"]) == 2  # as a path in a folder that this user may not enter
+    assert "xxx: File name too long" in capsys.readouterr().err
 
 
 def test_rows_survive_the_wire():

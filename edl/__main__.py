@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import io
 import os
 import sys
 
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run `edl` with these arguments; return the exit code."""
     args = sys.argv[1:] if argv is None else argv
     _open_closed_streams()
+    _show_what_the_locale_lacks()
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if args else 2
@@ -89,6 +91,16 @@ def _open_closed_streams() -> None:
             lowest = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(lowest, True)
             setattr(sys, name, open(lowest, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _show_what_the_locale_lacks() -> None:
+    """Show a sign that it has not, as in what a script says, as an escape: it ends no command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
+            "utf-8",
+            "utf8",
+        ):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _help() -> str:

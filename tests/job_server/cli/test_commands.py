@@ -46,6 +46,18 @@ def run(server, capsys):
     return run
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", b"\\u6570 \xe9"), ("utf-8", "\u6570 \xe9".encode())]
+)
+def test_what_a_locale_cannot_show_ends_no_command(server, monkeypatch, encoding, shown):
+    written = io.BytesIO()
+    said = iter([wire.JobEvent(number=1, at=0.0, job_id="a", stage=0, text="\u6570 \xe9")])
+    monkeypatch.setattr(commands, "_events_after", lambda *_: said)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert edl(["events", "default_job", "--server", server.url]) == 0
+    assert written.getvalue().strip().endswith(shown)
+
+
 def test_status_is_a_table_of_all_jobs(run):
     code, out = run("status")
     assert code == 0

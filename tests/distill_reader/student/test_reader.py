@@ -118,9 +118,16 @@ def test_numbers_in_fields_that_are_not_sent_pass_as_the_elastic_loop_needs_them
 def test_paddle_tensors_are_sent_and_yielded_as_they_came(make):
     paddle = pytest.importorskip("paddle")
     tensor = paddle.ones([4, *SHAPE])
-    reader = make(*two()).set_batch_generator([(tensor, paddle.arange(4))])
-    ((given, _, total),) = reader()
-    assert given is tensor
+    weights = paddle.ones([4])
+    weights.stop_gradient = False
+    sparse = paddle.eye(4).to_sparse_coo(2)
+    reader = make(*two(), ins=["image", None, None])
+    reader.set_batch_generator([(tensor, weights, sparse)])
+    ((given, of_weights, of_sparse, total),) = reader()
+    assert isinstance(given, paddle.Tensor)
+    assert (given.numpy() == 1).all()
+    assert of_weights is weights
+    assert of_sparse is sparse
     assert total.tolist() == [[6.0]] * 4
 
 
@@ -764,13 +771,14 @@ def read(given, most=99):
         pytest.param("rest = reader.set_batch_generator(given)()\nnext(rest)\nsys.exit(7)", 7, "",
                      id="ends amid an epoch"),
         pytest.param("BROKEN = 20\nread(given)", 1, "ReaderError", id="a broken sample"),
-        pytest.param(  # far more are read ahead than files may be open
+        pytest.param(  # far more are read ahead than files may be open, or memory may be mapped
             "import resource, time\n"
             "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
             "Numbers.__len__ = lambda self: 1200\n"
             "rest = reader.set_max_memory(64).set_batch_generator(given)()\n"
             "next(rest)\n"
             "time.sleep(1)\n"
+            "assert sum('/dev/shm/' in line for line in open('/proc/self/maps')) < 100\n"
             "assert len(list(rest)) == 299",
             0, "", id="many small batches",
         ),

@@ -7,6 +7,9 @@ asyncio looks up names in a few threads, and waits for them when the loop ends. 
 does not answer, each look-up holds one of them for up to half a minute: soon no name is looked up
 any more, even if the name server is back, and no program ends. So `run` looks them up in threads
 of its own, which nobody waits for.
+
+Nor does asyncio try a name's second address before the first one fails, which takes two minutes if
+that is silent: longer than any connection here may take. So `run` tries each soon after another.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ T = TypeVar("T")
 _AGAIN_S = 0.2
 _LOOK_UP_AGAIN_S = 1.0  # for a name whose look-up has not ended
 _LOOK_UPS = 8  # of one name at the same time
+_NEXT_ADDRESS_S = 0.25  # until the next address is tried, too: as RFC 8305 has it
 
 _Addresses = list[Any]  # as socket.getaddrinfo returns them
 
@@ -73,11 +77,17 @@ class _LookUp:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that looks up names by `in_thread`."""
+    """An event loop that looks up names by `in_thread`, and tries all addresses of a name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._look_ups: dict[tuple[object, ...], _LookUp] = {}
+
+    async def create_connection(self, *args: Any, **options: Any) -> Any:
+        """Connect to whichever of a name's addresses answers first."""
+        if options.get("sock") is None:
+            options.setdefault("happy_eyeballs_delay", _NEXT_ADDRESS_S)
+        return await super().create_connection(*args, **options)
 
     async def getaddrinfo(
         self,

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from distill_reader.balance import tasks
 from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.client import FeedStats
-from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
+from distill_reader.balance.registry.registrar import PortProbe, RegistrarConfig, RegistrarThread
 from distill_reader.balance.tasks import in_thread
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import LocalDiscovery, LocalStudent, LocalTeacher
@@ -195,6 +195,57 @@ class TestATeacherThatIsToFindItsOwnAddress:
             wait_until(lambda: server.teachers() == {"127.0.0.1:9292"})
         finally:
             registrar.stop()
+
+
+class TestANameWithSeveralAddresses:
+    """The first is silent, as of a host that is down, or IPv6 that a router drops."""
+
+    @pytest.fixture
+    def name_of(self, monkeypatch) -> Iterator[Callable[[int], str]]:
+        """Returns a name by which a port is silent first, and then that of 127.0.0.1."""
+        look_up, held = socket.getaddrinfo, contextlib.ExitStack()
+
+        def both(host: Any, *args: Any, **options: Any) -> Any:
+            hosts = ("127.0.0.2", "127.0.0.1") if host == NAME else (host,)
+            return [each for one in hosts for each in look_up(one, *args, **options)]
+
+        def name_of(port: int) -> str:
+            silent = held.enter_context(socket.create_server(("127.0.0.2", port), backlog=0))
+            for _ in range(3):  # beyond its backlog, to further ones it answers nothing
+                knock = held.enter_context(socket.socket())
+                knock.setblocking(False)
+                knock.connect_ex(silent.getsockname())
+            return f"{NAME}:{port}"
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        with held:
+            yield name_of
+
+    def test_leads_to_a_discovery_server(self, run, name_of):
+        server = run(LocalDiscovery)
+        config = RegistrarConfig(
+            addresses=registry_addresses(name_of(server.port), "where"),
+            service="svc",
+            server="10.0.0.1:9292",
+        )
+        registrar = RegistrarThread(config, lambda: True)
+        registrar.start()
+        try:
+            student = run(LocalStudent, f"{NAME}:{server.port}")
+            wait_until(lambda: student.teachers == {"10.0.0.1:9292"})
+        finally:
+            registrar.stop()
+
+    def test_leads_to_a_redis(self, redis_server, run, name_of):
+        teacher = run(LocalTeacher, redis_server.url)
+        student = run(LocalStudent, f"redis://{name_of(redis_server.port)}")
+        wait_until(lambda: student.teachers == {teacher.endpoint})
+
+    def test_leads_to_a_teacher(self, name_of, monkeypatch):
+        monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 5.0)
+        with socket.create_server(("127.0.0.1", 0)) as teacher:
+            probe = PortProbe(f"grpc://{name_of(teacher.getsockname()[1])}")
+            assert tasks.run(probe())
 
 
 class TestLookUps:

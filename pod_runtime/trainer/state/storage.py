@@ -163,35 +163,53 @@ class FsspecStorage:
         return self._names(path, "file")
 
     def read(self, path: str) -> bytes:
-        content: bytes = self.filesystem.cat_file(self._full(path))
+        with _as_os_errors():
+            content: bytes = self.filesystem.cat_file(self._full(path))
         return content
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         full = self._full(path)
-        self.filesystem.makedirs(full.rpartition("/")[0], exist_ok=True)
-        with self.filesystem.open(full, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+        with _as_os_errors():
+            self.filesystem.makedirs(full.rpartition("/")[0], exist_ok=True)
+            with self.filesystem.open(full, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
 
     def commit(self, path: str, content: bytes) -> None:
         self.write(path, [content])
 
     def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self.filesystem.rm(self._full(path), recursive=True)
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
     def _names(self, path: str, kind: str) -> list[str]:
-        self.filesystem.invalidate_cache()
         try:
-            entries = self.filesystem.ls(self._full(path), detail=True)
+            with _as_os_errors():
+                self.filesystem.invalidate_cache()
+                entries = self.filesystem.ls(self._full(path), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(
             each["name"].rstrip("/").rpartition("/")[2] for each in entries if each["type"] == kind
         )
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise an OSError for what a file system raises: each library has errors of its own.
+
+    Where an object store is away, botocore's and others' are none: callers would take it for
+    something else than a path that cannot be read or written.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -179,6 +179,26 @@ def test_a_state_of_another_training_is_neither_taken_for_this_one_nor_replaced(
         assert fill_of(CheckpointStore(open_storage(said[0]))) == fill
 
 
+def test_a_state_goes_to_the_run_folder_while_its_object_store_is_away(tmp_path, monkeypatch):
+    class AwayError(Exception):
+        """As libraries of object stores have their own, which are no OSErrors."""
+
+    def call(*_args: object, **_options: object) -> None:
+        raise AwayError("could not connect to the endpoint")
+
+    url = f"memory://{uuid.uuid4()}/ckpt"
+    filesystem = open_storage(url).filesystem  # type: ignore[attr-defined]
+    for name in ("ls", "cat_file", "open", "makedirs", "rm"):
+        monkeypatch.setattr(type(filesystem), name, call)
+    target = SaveTarget(checkpoint=url, run_dir=str(tmp_path), job_id="j", submitted_at=1.0)
+    state = make_host_state(step=3, fill=2.0)
+    said = write_host_state(state, target, spare=False, report=lambda _bytes: None)
+    assert said == (str(tmp_path / "checkpoint"), True)
+    assert fill_of(CheckpointStore(open_storage(said[0]))) == 2.0
+    with pytest.raises(CheckpointError, match="not written: AwayError: could not connect"):
+        CheckpointStore(open_storage(url)).write(state)
+
+
 def test_a_path_that_can_be_written_is_left_as_it_was_found(storage):
     CheckpointStore(storage).check_writable()
     assert (storage.files(""), storage.folders("")) == ([], [])

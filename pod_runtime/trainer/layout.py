@@ -61,7 +61,11 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> StateLay
     seen: set[str] = set()
     for name, dtype, shape in tensors:
         if dtype not in ITEM_BYTES:
-            raise StateError(f"{name}: tensors of type {dtype} cannot be stored")
+            raise StateError(
+                f"{name}: tensors of type {dtype} cannot be stored; keep it as one of "
+                f"{', '.join(ITEM_BYTES)}, or outside of the state if it never changes (a buffer "
+                f"of the model that is not persistent)"
+            )
         if name in seen:
             raise StateError(f"{name}: two tensors of the state have this name")
         seen.add(name)

@@ -64,6 +64,7 @@ class PaddleState(BaseState):
         )
         self._statistics = running_statistics(model)
         self._of_model = [(f"model/{name}", t) for name, t in of_model(model).items()]
+        self.layout()  # types that cannot be stored are refused now, as plain values are
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ class TorchState(BaseState):
             },
         )  # fmt: skip
         self._model = model
+        self.layout()  # types that cannot be stored are refused now, as plain values are
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

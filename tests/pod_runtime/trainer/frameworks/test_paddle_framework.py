@@ -246,6 +246,14 @@ def test_a_date_is_refused_before_the_first_step():
         paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
 
 
+def test_an_array_of_a_type_that_cannot_be_stored_is_refused_before_the_first_step():
+    counts = Counts()
+    counts.state = {"names": np.array(["a", "b"])}
+    _framework, model, optimizer, _scheduler = make("momentum")
+    with pytest.raises(StateError, match=r"extra/counts/names: .*<U1 cannot be stored; keep it as"):
+        paddle_framework(model, optimizer, header_size=HEADER, extra={"counts": counts})
+
+
 def test_a_schedule_that_is_told_arrays_goes_on():
     framework, model, _optimizer, schedule = make("scheduler")
     step(framework, model, 1)

@@ -358,6 +358,15 @@ def test_what_cannot_be_stored_is_refused_before_the_first_step():
         torch_framework(model, optimizer, header_size=HEADER, schedulers=[scheduler])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_tensors_of_a_type_that_cannot_be_stored_are_refused_before_the_first_step(dtype):
+    model = nn.Linear(2, 1)
+    model.table = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
+    with pytest.raises(StateError, match=r"model/table: .*cannot be stored; keep it as one of"):
+        torch_framework(model, optimizer, header_size=HEADER)
+
+
 def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     one, other = Training("momentum"), Training("momentum", seed=2)
     for group in one.optimizer.param_groups:

@@ -502,6 +502,7 @@ class StageJoiner:
             batch_size=self.source.batch_size,
             where=where,
             seeding=self.framework.seeding,
+            accumulation_steps=self._settings.accumulation_steps,
         )
         self._check_constants(status, where)
         promise = continued_promise(status, self._settings.promise, where)

@@ -1,5 +1,6 @@
 """The part of a state that describes progress, and what decided the batches so far."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -136,11 +137,18 @@ def continued_promise(stored: LoopStatus, promise: str, where: str) -> str:
 
 
 def check_same_run(
-    stored: LoopStatus, *, run: RunInfo, batch_size: int, where: str, seeding: str
+    stored: LoopStatus,
+    *,
+    run: RunInfo,
+    batch_size: int,
+    where: str,
+    seeding: str,
+    accumulation_steps: int = 1,
 ) -> None:
     """Refuse to continue a training with other data, or with batches cut in another way.
 
     Args:
+        batch_size: samples of an update, which takes `accumulation_steps` of the script's batches.
         seeding: how a script seeds the framework's generators.
 
     Raises:
@@ -152,6 +160,15 @@ def check_same_run(
     for name, before, now in pairs:
         if before != now:
             remedy = f"continue with {name}={before!r}"
+            times = json.loads(stored.terms or "{}").get("accumulation_steps", 1)
+            if name == "batch_size" and max(times, accumulation_steps) > 1:
+                size = stored.batch_size // times
+                raise StateError(
+                    f"batch_size: {where} was made with {size} in accumulation_steps={times}, this "
+                    f"script says {batch_size // accumulation_steps} in "
+                    f"accumulation_steps={accumulation_steps}; continue with batch_size={size} and "
+                    f"accumulation_steps={times}, or start afresh with another checkpoint path"
+                )
             if name == "dataset_length":  # which no argument says
                 remedy = (
                     "give it the same samples (where files come and go while it trains, have a "

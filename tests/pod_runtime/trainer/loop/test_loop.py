@@ -366,6 +366,17 @@ def test_a_state_of_other_data_or_batches_is_refused(tmp_path, change, text):
         make(checkpoint=path, **change)
 
 
+def test_a_state_of_updates_of_other_batches_says_which_arguments_they_had(tmp_path):
+    path = str(tmp_path / "ckpt")
+    train(*make(checkpoint=path, batch_size=3, accumulation_steps=2))
+    text = (
+        r"batch_size: the state of step 8 was made with 3 in accumulation_steps=2, this script "
+        r"says 3 in accumulation_steps=1; continue with batch_size=3 and accumulation_steps=2, or start"
+    )
+    with pytest.raises(elastic.StateError, match=text):
+        make(checkpoint=path, batch_size=3)
+
+
 def train_and_stop(checkpoint: str, *, epochs: int, stop_after: int | None) -> list[int]:
     """Train, and call `stop` in the epoch `stop_after`; return the numbers of the epochs."""
     loop, model = make(checkpoint=checkpoint, epochs=epochs)

@@ -101,8 +101,8 @@ class Rehearsal:
         self._compare(whole, cut, loss, is_random=is_random, has_norm=smallest > 1)
         full = -(-size // self.shards)
         has_short = source.sampling is not None or source.length % source.batch_size > 0
-        if has_short and not source.drop_last and full > 1:
-            short = full * (self.shards - 1) + 1
+        short = full * (self.shards - 1) + 1
+        if has_short and not source.drop_last and full > 1 and short <= source.length:
             yield step(short, self.shards, f"a short batch of {short}, whose last shard has one")
             self.done.append(self.doing)
         self.doing = ""

@@ -110,6 +110,10 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
         {"range(100)": "range(90)"},
         r"ok: the batch of 15, cut into 3 shards\n(?!ok: a short batch)", False,
     ),
+    "less data than a short batch": (
+        {"range(100)": "range(4)"},
+        r"ok: the batch of 4, cut into 3 shards\n(?!ok: a short batch)", False,
+    ),
     "dropout": ({"LAYERS": "layers = [nn.Dropout(0.5)]"}, "note: .*random numbers", False),
     "refused": ({"ARGUMENTS": "loss='median'"}, r"script\.py:\d+: UsageError: loss: exp", True),
     "drop_last": (
@@ -248,7 +252,7 @@ def test_a_rehearsal_names_what_would_fail(checked, name: str):
     framework, found = checked
     if name not in found:
         pytest.skip(f"not for {framework}")
-    _changes, text, is_finding = cases(framework)[name]
+    changes, text, is_finding = cases(framework)[name]
     code, said, files = found[name]
     text = text.replace("AXIS", {"paddle": "axis", "torch": "dim"}[framework])
     assert re.search(text, said), said
@@ -256,7 +260,8 @@ def test_a_rehearsal_names_what_would_fail(checked, name: str):
     assert "never reached" not in said
     assert files == ["script.py"], "no checkpoint is written"
     if not is_finding and name not in ("reader", "stream"):
-        assert "evaluated 64" in said, "also what comes after an epoch"
+        samples = 4 if "range(4)" in changes.values() else 64
+        assert f"evaluated {samples}" in said, "also what comes after an epoch"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +312,21 @@ def test_a_script_that_runs_as_a_module_is_told_how_and_found_then(tmp_path, cap
     )
     assert main(["train.py"]) == 1
     assert "it was run" in capsys.readouterr().out
+
+
+def test_a_script_keeps_variables_that_only_begin_as_those_of_a_launcher(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK_LOSS_WEIGHT", "0.5")
+    Path("train.py").write_text(
+        "import os\nimport edl\n"
+        "raise OSError(sorted(name for name in os.environ if name.startswith('RANK')))\n"
+    )
+    monkeypatch.setattr(sys, "argv", [])  # it becomes the script's
+    assert main(["train.py"]) == 1
+    assert "OSError: ['RANK_LOSS_WEIGHT']" in capsys.readouterr().out
 
 
 def test_a_script_without_the_loop_is_not_run(tmp_path, capsys, monkeypatch):

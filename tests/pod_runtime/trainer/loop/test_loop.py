@@ -371,7 +371,7 @@ def test_a_state_of_updates_of_other_batches_says_which_arguments_they_had(tmp_p
     train(*make(checkpoint=path, batch_size=3, accumulation_steps=2))
     text = (
         r"batch_size: the state of step 8 was made with 3 in accumulation_steps=2, this script "
-        r"says 3 in accumulation_steps=1; continue with batch_size=3 and accumulation_steps=2, or start"
+        r"says 3 in accumulation_steps=1; continue with batch_size=3 and accumulation_steps=2, or"
     )
     with pytest.raises(elastic.StateError, match=text):
         make(checkpoint=path, batch_size=3)

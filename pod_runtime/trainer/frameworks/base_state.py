@@ -67,8 +67,8 @@ class OptimizerState(Protocol):
     kind: str  # name of its type
     built: dict[str, Any]  # options as the script has built them, by what to call them; JSON types
 
-    def owns(self, parameter: str) -> bool:
-        """Whether the optimizer has this one of the model's parameters."""
+    def owned(self) -> set[str]:
+        """Return which of the model's parameters the optimizer has."""
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return its tensors, by "<parameter>.<what it is>"."""
@@ -361,12 +361,12 @@ class BaseState(ABC):
             yield self._optimizers[0], specs, scalars
             return
         parts: list[dict[str, StateTensor]] = [{} for _each in self._optimizers]
+        owners = {name: i for i, each in enumerate(self._optimizers) for name in each.owned()}
         for name, spec in specs.items():
-            parameter = name.rpartition(".")[0]
-            mine = [i for i, each in enumerate(self._optimizers) if each.owns(parameter)]
-            if not mine:
+            owner = owners.get(name.rpartition(".")[0])
+            if owner is None:
                 raise StateError(f"optimizer/{name}: no optimizer has this parameter")
-            parts[mine[0]][name] = spec
+            parts[owner][name] = spec
         yield from zip(self._optimizers, parts, scalars["optimizers"], strict=True)
 
     def _load_extra(

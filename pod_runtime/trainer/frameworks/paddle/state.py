@@ -112,10 +112,9 @@ class PaddleOptimizer:
         rate = self._now()
         self.built: dict[str, Any] = rate if "lr" in rate else {}
 
-    def owns(self, parameter: str) -> bool:
-        """Whether the optimizer has this one of the model's parameters."""
-        mine = optimizer_parameters(self._optimizer)
-        return any(self._structured[each.name] == parameter for each in mine)
+    def owned(self) -> set[str]:
+        """Return which of the model's parameters the optimizer has."""
+        return {self._structured[each.name] for each in optimizer_parameters(self._optimizer)}
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return accumulators and master weights, by "<parameter>.<what it is>"."""

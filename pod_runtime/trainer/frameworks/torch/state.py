@@ -161,9 +161,9 @@ class TorchOptimizer:
             f"{whose}{name}": value for whose, options in parts for name, value in options.items()
         }
 
-    def owns(self, parameter: str) -> bool:
-        """Whether the optimizer has this one of the model's parameters."""
-        return any(name == parameter for name, _parameter in self._parameters())
+    def owned(self) -> set[str]:
+        """Return which of the model's parameters the optimizer has."""
+        return {name for name, _parameter in self._parameters()}
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return what it keeps of parameters, by "<parameter>.<what it is>"."""

@@ -1257,3 +1257,32 @@ def test_a_state_of_parameters_that_the_optimizer_lacks_is_refused():
     whole.state.copy_out(memoryview(data))
     with pytest.raises(StateError, match=r"optimizer/0\.\w+\.\w+: the optimizer has no such"):
         half.state.load(layout, memoryview(data), whole.state.scalars())
+
+
+def test_a_state_of_many_parameters_and_two_optimizers_is_loaded_in_one_go(monkeypatch):
+    listed: list[int] = []
+    parameters = TorchOptimizer._parameters
+
+    def counted(optimizer: TorchOptimizer) -> list[tuple[str, Any]]:
+        listed.append(1)
+        return parameters(optimizer)
+
+    monkeypatch.setattr(TorchOptimizer, "_parameters", counted)
+
+    def lists_in_a_load(layers: int) -> int:
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
+        both = [torch.optim.Adam(model[at::2].parameters()) for at in (0, 1)]
+        framework = torch_framework(model, both, header_size=HEADER)
+        for each in both:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            each.step()
+        layout = framework.state.layout()
+        data = bytearray(layout.total_bytes)
+        framework.state.copy_out(memoryview(data))
+        scalars = json.loads(json.dumps(framework.state.scalars()))
+        listed.clear()
+        framework.state.load(layout, memoryview(data), scalars)
+        return len(listed)
+
+    assert lists_in_a_load(2) == lists_in_a_load(20)

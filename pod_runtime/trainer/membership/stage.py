@@ -52,6 +52,7 @@ from pod_runtime.trainer.state.storage import absolute, check_outlives_pod, open
 
 logger = logging.getLogger(__name__)
 
+_STORE_AWAY_S = 120.0
 _CONSTANTS = "constants of the model"  # among the terms: what layers keep outside of a state
 
 
@@ -180,7 +181,10 @@ class StageJoiner:
         """
         if self._store is None:
             return
-        owner, highest = self._store.owner, self._store.highest_stage()
+        # While a training goes on an object store may be away, for the very reason for which the
+        # stage before has ended.
+        patience_s = _STORE_AWAY_S if self._plan.restore_from is not None else 0.0
+        owner, highest = self._store.owner, self._store.highest_stage(patience_s=patience_s)
         if self._link is None:
             self._plan = replace(self._plan, stage=highest + 1)
         elif highest >= self._plan.stage:

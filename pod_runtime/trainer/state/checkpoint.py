@@ -36,6 +36,7 @@ from pod_runtime.trainer.state.storage import Storage
 logger = logging.getLogger(__name__)
 
 _PROBE = "writable.probe"
+_AGAIN_S = 2.0
 _STEP = re.compile(r"step_(\d{10,})\Z")
 
 
@@ -77,13 +78,29 @@ class CheckpointStore:
         self._commit = commit
         self._head = head or {}
 
-    def highest_stage(self) -> int:
+    def highest_stage(self, *, patience_s: float = 0.0) -> int:
         """Return the highest stage that has a folder, torn ones included; 0 if none has.
 
         Another training's stage counts too: it may be about to make one.
+
+        Args:
+            patience_s: for which a path that cannot be listed is tried again.
+
+        Raises:
+            OSError: it cannot be listed.
         """
-        others = 0 if self.owner is None else self.owner.stage_of_others()
-        return max(highest_stage(self.storage), others)
+        deadline = time.monotonic() + patience_s
+        while True:
+            others = 0 if self.owner is None else self.owner.stage_of_others()
+            try:
+                return max(highest_stage(self.storage), others)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning(
+                    "checkpoint: %s cannot be listed, trying again: %s", self.storage.name, error
+                )
+            time.sleep(_AGAIN_S)
 
     def found(self) -> list[CheckpointId]:
         """Return all folders of checkpoints, whole or torn, oldest first."""

@@ -199,6 +199,25 @@ def test_a_state_goes_to_the_run_folder_while_its_object_store_is_away(tmp_path,
         CheckpointStore(open_storage(url)).write(state)
 
 
+def test_an_object_store_that_is_away_for_a_moment_is_waited_for(storage, monkeypatch, caplog):
+    store = CheckpointStore(storage)
+    store.write(make_host_state(stage=3, step=4, fill=1.0))
+    there, tries = storage.folders, list[str]()
+
+    def away(path: str) -> list[str]:
+        tries.append(path)
+        if len(tries) < 3:
+            raise OSError("EndpointConnectionError: could not connect")
+        return there(path)
+
+    monkeypatch.setattr("pod_runtime.trainer.state.checkpoint._AGAIN_S", 0.01)
+    monkeypatch.setattr(storage, "folders", away)
+    with pytest.raises(OSError, match="EndpointConnectionError"):
+        store.highest_stage()
+    assert store.highest_stage(patience_s=120) == 3
+    assert "cannot be listed, trying again: EndpointConnectionError" in caplog.text
+
+
 def test_a_path_that_can_be_written_is_left_as_it_was_found(storage):
     CheckpointStore(storage).check_writable()
     assert (storage.files(""), storage.folders("")) == ([], [])

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,7 +203,8 @@ def test_a_state_goes_to_the_run_folder_while_its_object_store_is_away(tmp_path,
 def test_an_object_store_that_is_away_for_a_moment_is_waited_for(storage, monkeypatch, caplog):
     store = CheckpointStore(storage)
     store.write(make_host_state(stage=3, step=4, fill=1.0))
-    there, tries = storage.folders, list[str]()
+    there: Callable[[str], list[str]] = storage.folders
+    tries: list[str] = []
 
     def away(path: str) -> list[str]:
         tries.append(path)

@@ -17,7 +17,17 @@ from job_server.api.wire import (
 from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
 from job_server.training.core.changes import may_change
-from tests.job_server.world import RUNNING, World, ids, records, tell, trains, world
+from tests.job_server.world import (
+    RUNNING,
+    SimNode,
+    SimPod,
+    World,
+    ids,
+    records,
+    tell,
+    trains,
+    world,
+)
 
 DONE = PodReport(kind=ReportKind.EXITED, stage=1, code=0)
 
@@ -73,14 +83,20 @@ def test_a_script_that_always_fails_after_its_trainers_fails_the_job_with_that_r
     assert "exited with 3 after its trainers were done" in made.job.reason
 
 
-def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
-    made = trains(world(total_steps=4000))
-    sim, pod, _ = made.launchers()[0]
+def recover_beside_script(made: World) -> tuple[SimNode, SimPod]:
+    """Lose a trainer while the script of another pod goes on after its trainers; return that."""
+    sim, pod, _ = trains(made).launchers()[0]
     pod.launcher = None
     made.send(LauncherReported(pod.pod_id, DONE))
     _, other, who = made.launchers()[0]
     made.kill_trainer(other, who)
     made.run_until(JobState.RECOVERING)
+    return sim, pod
+
+
+def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
+    made = world(total_steps=4000)
+    sim, pod = recover_beside_script(made)
     trains(made)
     assert pod.pod_id not in ids(made)
     assert pod.phase is PodPhase.RUNNING
@@ -91,13 +107,8 @@ def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
 
 
 def test_no_pod_is_put_where_a_script_still_runs_after_its_trainers_were_done():
-    made = trains(world(nodes=1, min_pods=2, total_steps=4000))
-    sim, pod, _ = made.launchers()[0]
-    pod.launcher = None
-    made.send(LauncherReported(pod.pod_id, DONE))
-    _, other, who = made.launchers()[0]
-    made.kill_trainer(other, who)
-    made.run_until(JobState.RECOVERING)
+    made = world(nodes=1, min_pods=2, total_steps=4000)
+    sim, pod = recover_beside_script(made)
     made.rounds(20)
     assert pod.phase is PodPhase.RUNNING
     assert "only 1 of 2 pods find a place" in made.job.waiting

@@ -35,6 +35,14 @@ def wait_port(port: int, limit_s: float, process: "subprocess.Popen[bytes] | Non
         time.sleep(0.01)
 
 
+def await_server(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Return once a job server listens; end it and raise SystemExit where it does not in time."""
+    if not wait_port(port, 120, process):
+        process.kill()
+        process.wait()
+        raise SystemExit("the job server did not start")
+
+
 def tree_cpu_s(pids: Sequence[int]) -> float:
     """Return the processor time of these processes and all below them."""
     total = 0.0

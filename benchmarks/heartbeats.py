@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 import psutil
 
-from benchmarks.harness import HOST, free_port, wait_port
+from benchmarks.harness import HOST, await_server, free_port
 from benchmarks.watchers import percentile
 from job_server.api import routes, wire
 from job_server.api.api_client import ApiClient
@@ -448,10 +448,7 @@ def start_server(
     args += ["--db", str(folder / "server.db"), "--heartbeat_s", str(heartbeat_s)]
     args += ["--max_watchers", str(pods + nodes + 100)]
     server = subprocess.Popen([sys.executable, "-m", "job_server", *args])
-    if not wait_port(port, 120, server):
-        server.kill()
-        server.wait()
-        raise SystemExit("the job server did not start")
+    await_server(port, server)
     return server, port
 
 

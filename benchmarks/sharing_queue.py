@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 import psutil
 
-from benchmarks.harness import HOST, free_port, wait_port
+from benchmarks.harness import HOST, await_server, free_port
 from benchmarks.heartbeats import Launcher, Load, Node, allow_files
 from benchmarks.watchers import percentile
 from job_server.api import wire
@@ -232,10 +232,7 @@ class Server:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(self._command)
-        if not wait_port(self._port, 120, process):
-            process.kill()
-            process.wait()
-            raise SystemExit("the job server did not start")
+        await_server(self._port, process)
         return process
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks.harness import HOST, free_port, wait_port
+from benchmarks.harness import HOST, await_server, free_port
 
 JOB = "bench"
 ROUND_TIMEOUT_S = 30.0
@@ -155,10 +155,7 @@ def start_server(folder: Path, watchers: int) -> tuple[subprocess.Popen[bytes], 
     args += ["--change_script", "none", "--server_port", str(port), "--log_level", "30"]
     args += ["--db", str(folder / "server.db"), "--max_watchers", str(watchers + 50)]
     server = subprocess.Popen([sys.executable, "-m", "job_server", *args])
-    if not wait_port(port, 120, server):
-        server.kill()
-        server.wait()
-        raise SystemExit("the job server did not start")
+    await_server(port, server)
     return server, port
 
 

@@ -10,7 +10,7 @@ import logging.handlers
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -177,23 +177,21 @@ def _check(flag: str, value: str) -> None:
 
 
 def _file(flag: str, cwd: Path, value: str | None) -> Path | None:
-    if value is None:
-        return None
-    try:
-        why = "" if (cwd / value).is_file() else "no such file"
-    except OSError as error:  # in a folder that this user may not enter, say
-        why = str(error.strerror)
-    if why:
-        raise SetupError(f"{flag}: {value}: {why}")
-    return cwd / value
+    return _existing(flag, cwd, value, "file", Path.is_file)
 
 
 def _folder(flag: str, cwd: Path, value: str | None) -> Path | None:
+    return _existing(flag, cwd, value, "folder", Path.is_dir)
+
+
+def _existing(
+    flag: str, cwd: Path, value: str | None, what: str, is_one: Callable[[Path], bool]
+) -> Path | None:
     if value is None:
         return None
     try:
-        why = "" if (cwd / value).is_dir() else "no such folder"
-    except OSError as error:
+        why = "" if is_one(cwd / value) else f"no such {what}"
+    except OSError as error:  # in a folder that this user may not enter, say
         why = str(error.strerror)
     if why:
         raise SetupError(f"{flag}: {value}: {why}")

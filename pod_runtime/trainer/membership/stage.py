@@ -52,7 +52,7 @@ from pod_runtime.trainer.state.storage import absolute, check_outlives_pod, open
 
 logger = logging.getLogger(__name__)
 
-_STORE_AWAY_S = 120.0
+_STORE_AWAY_S = 120.0  # for which a training that goes on waits for its object store
 _CONSTANTS = "constants of the model"  # among the terms: what layers keep outside of a state
 
 
@@ -181,8 +181,7 @@ class StageJoiner:
         """
         if self._store is None:
             return
-        # While a training goes on an object store may be away, for the very reason for which the
-        # stage before has ended.
+        # The store may be away for the very reason for which the stage before has ended.
         patience_s = _STORE_AWAY_S if self._plan.restore_from is not None else 0.0
         owner, highest = self._store.owner, self._store.highest_stage(patience_s=patience_s)
         if self._link is None:

@@ -143,7 +143,7 @@ def check_same_run(
     batch_size: int,
     where: str,
     seeding: str,
-    accumulation_steps: int = 1,
+    accumulation_steps: int,
 ) -> None:
     """Refuse to continue a training with other data, or with batches cut in another way.
 
@@ -159,23 +159,21 @@ def check_same_run(
         pairs.append((name, getattr(stored.run, name), getattr(run, name)))
     for name, before, now in pairs:
         if before != now:
-            remedy = f"continue with {name}={before!r}"
-            times = json.loads(stored.terms or "{}").get("accumulation_steps", 1)
-            if name == "batch_size" and max(times, accumulation_steps) > 1:
-                size = stored.batch_size // times
-                raise StateError(
-                    f"batch_size: {where} was made with {size} in accumulation_steps={times}, this "
-                    f"script says {batch_size // accumulation_steps} in "
-                    f"accumulation_steps={accumulation_steps}; continue with batch_size={size} and "
-                    f"accumulation_steps={times}, or start afresh with another checkpoint path"
-                )
+            was, says, remedy = repr(before), repr(now), f"continue with {name}={before!r}"
+            if name == "batch_size":
+                times = json.loads(stored.terms or "{}").get("accumulation_steps", 1)
+                if max(times, accumulation_steps) > 1:
+                    size = stored.batch_size // times
+                    was = f"{size} in accumulation_steps={times}"
+                    says = f"{batch_size // accumulation_steps} in {accumulation_steps=}"
+                    remedy = f"continue with batch_size={size} and accumulation_steps={times}"
             if name == "dataset_length":  # which no argument says
                 remedy = (
                     "give it the same samples (where files come and go while it trains, have a "
                     "list of them in a file)"
                 )
             raise StateError(
-                f"{name}: {where} was made with {before!r}, this script says {now!r}; "
+                f"{name}: {where} was made with {was}, this script says {says}; "
                 f"{remedy}, or start afresh with another checkpoint path"
             )
     if stored.run.sampler != run.sampler:

@@ -234,7 +234,12 @@ def test_a_split_that_another_process_dealt_otherwise_is_noticed():
 
     def check(before: LoopStatus, seed: int) -> None:
         check_same_run(
-            before, run=status(split(seed)).run, batch_size=4, where="rank 0's", seeding="seed()"
+            before,
+            run=status(split(seed)).run,
+            batch_size=4,
+            where="rank 0's",
+            seeding="seed()",
+            accumulation_steps=1,
         )
 
     before = status(split(1))

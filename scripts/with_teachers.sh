@@ -76,6 +76,6 @@ usable_gpus() {
 
 # need_teacher_packages EXTRAS: ends with the remedy where packages of a teacher are missing.
 need_teacher_packages() {
-    "$python" -c 'import aiohttp, google.protobuf, grpc, prometheus_client' 2>/dev/null || die \
+    "$python" -c 'import aiohappyeyeballs, aiohttp, google.protobuf, grpc, prometheus_client' 2>/dev/null || die \
         "$python lacks what a teacher needs; in $root: $python -m pip install -e '.[$1]'"
 }

@@ -21,6 +21,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from aiohappyeyeballs import start_connection
+
 T = TypeVar("T")
 
 _AGAIN_S = 0.2
@@ -83,11 +85,23 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self._look_ups: dict[tuple[object, ...], _LookUp] = {}
 
-    async def create_connection(self, *args: Any, **options: Any) -> Any:
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
         """Connect to whichever of a name's addresses answers first."""
-        if options.get("sock") is None:
-            options.setdefault("happy_eyeballs_delay", _NEXT_ADDRESS_S)
-        return await super().create_connection(*args, **options)
+        if host is None:
+            return await super().create_connection(protocol_factory, host, port, **options)
+        found = await self.getaddrinfo(
+            host,
+            port,
+            type=socket.SOCK_STREAM,
+            **{name: options.pop(name) for name in ("family", "proto", "flags") if name in options},
+        )
+        # asyncio's own way leaves a socket open where it is cancelled as that is connected.
+        sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+        if options.get("ssl"):
+            options.setdefault("server_hostname", host)
+        return await super().create_connection(protocol_factory, sock=sock, **options)
 
     async def getaddrinfo(
         self,

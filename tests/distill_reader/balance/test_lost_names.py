@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -246,6 +247,24 @@ class TestANameWithSeveralAddresses:
         with socket.create_server(("127.0.0.1", 0)) as teacher:
             probe = PortProbe(f"grpc://{name_of(teacher.getsockname()[1])}")
             assert tasks.run(probe())
+
+    def test_leaves_no_socket_open_whenever_it_is_given_up(self):
+        async def give_up(port: int, rounds: int) -> None:
+            task = asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                _, writer = await task
+                writer.close()
+            gc.collect()  # says so of a socket that is lost
+
+        async def work(port: int) -> None:
+            for rounds in range(30):
+                await give_up(port, rounds)
+
+        with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+            tasks.run(work(server.getsockname()[1]))
 
 
 class TestLookUps:

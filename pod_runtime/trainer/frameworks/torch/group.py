@@ -18,6 +18,10 @@ from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
 from pod_runtime.trainer.frameworks.meeting import wait_for
 
 _formed: GroupSpec | None = None  # None: this process has formed none
+# The tensor of the newest collective, which a thread of gloo's may still have: to drop the last
+# reference takes the interpreter, which in PyTorch 2.4 to 2.6 the end of a group holds while
+# it waits for that thread.
+_sent: Any | None = None
 
 _TIMEOUT = timedelta(minutes=30)  # until all have met, and for a collective of NCCL
 # So long a rank may keep the others waiting on the CPU. One that was stopped, or that only its
@@ -67,9 +71,10 @@ class TorchGroup:
 
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         if self.world_size > 1 and data.size:
-            tensor = torch.from_numpy(data).to(self._device)
-            try:
-                dist.broadcast(tensor, group=self._handle, group_src=source)
+            tensor = _keep(torch.from_numpy(data).to(self._device))
+            group = self._handle or dist.group.WORLD
+            try:  # group_src= came with PyTorch 2.6
+                dist.broadcast(tensor, dist.get_global_rank(group, source), group)
             except RuntimeError as error:
                 raise PeerLost(f"broadcast from rank {source}: {error}") from error
             data[:] = tensor.cpu().numpy()
@@ -78,9 +83,16 @@ class TorchGroup:
         """Sum a tensor over all ranks, in place. Raises PeerLost."""
         try:
             group = self._handle or dist.group.WORLD
-            group.allreduce([tensor]).wait()  # dist.all_reduce adds a fifth to it by checks
+            group.allreduce([_keep(tensor)]).wait()  # dist.all_reduce adds a fifth to it by checks
         except RuntimeError as error:  # a peer closed its end
             raise PeerLost(f"all-reduce: {error}") from error
+
+
+def _keep(tensor: Any) -> Any:
+    """Return a tensor that is to be sent, and keep it until the next one is."""
+    global _sent
+    _sent = tensor
+    return tensor
 
 
 def _form(spec: GroupSpec, device: Any) -> None:

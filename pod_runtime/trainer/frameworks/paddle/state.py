@@ -37,6 +37,8 @@ from pod_runtime.trainer.layout import StateTensor
 
 _MASTER = "master_weight"
 _SUFFIX = re.compile(r"_\d+\Z")
+# Which parameters have accumulators, as Paddle 3 and 2.6 spell it.
+_MADE_ACCUMULATORS = ("_already_create_accumulator", "_already_create_accumulater")
 
 
 class PaddleState(BaseState):
@@ -244,6 +246,9 @@ class PaddleOptimizer:
         stateful = [each for each in mine if self._structured[each.name] in owners]
         if stateful and len(stateful) < len(mine):
             self._optimizer._accumulators_holder = {}
+            if self._optimizer.helper is None:  # Paddle 2.6 makes it at the first step alone
+                kind = type(self._optimizer).__name__
+                self._optimizer.helper = paddle.base.layer_helper.LayerHelper(kind)
             block = paddle.base.framework.default_main_program().global_block()
             self._optimizer._create_accumulators(block, stateful)
 
@@ -253,7 +258,8 @@ class PaddleOptimizer:
             for name in list(found):
                 if self._structured_name(found[name].name) not in specs:
                     del found[name]
-                    getattr(self._optimizer, "_already_create_accumulator", set()).discard(name)
+                    for made in _MADE_ACCUMULATORS:
+                        getattr(self._optimizer, made, set()).discard(name)
 
     def _fill(self, specs: Mapping[str, StateTensor], source: Any) -> bool:
         """Overwrite the accumulators where they are; False: not all of them are there yet.

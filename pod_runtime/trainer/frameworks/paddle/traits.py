@@ -16,6 +16,7 @@ _ALL = "layers"  # stands for all of them
 _OF_OPTIMIZERS = frozenset(
     ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
      "_sign", "_accumulators", "_accumulators_holder", "_already_create_accumulator",
+     "_already_create_accumulater",  # as Paddle 2.6 spells it
      "_auxiliary_vars", "_default_dict", "_learning_rate_map", "_master_grads", "_master_weights",
      "_opti_name_list", "_param_device_map", "_param_dict", "_param_groups", "_parameter_list")
 )  # fmt: skip

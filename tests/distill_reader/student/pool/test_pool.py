@@ -559,9 +559,10 @@ def test_a_teacher_whose_connections_break_at_each_request_is_not_asked_without_
 def test_what_one_teacher_refuses_another_one_may_take(read):
     picky, other = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.002)
     picky.refuse_with = lambda: BadRequest("tensor image: of this size is none")
-    reading = read(picky, other, batches=50)
+    reading = read(picky, other)
+    wait_until(lambda: picky.requests)
+    reading.more(50)
     reading.finish()
-    assert picky.requests
 
 
 def test_a_teacher_that_refuses_what_others_take_takes_no_requests_apart(read, caplog):
@@ -644,10 +645,11 @@ def test_what_all_teachers_refuse_is_an_error_that_names_them(read):
 def test_a_teacher_gets_no_more_at_once_than_it_announces(read):
     small, large = FakeTeacher("a:1", delay_s=0.001), FakeTeacher("b:1", delay_s=0.001)
     small.bounds = Bounds(most_bytes=100, most_samples=3)  # 24 bytes a sample
-    reading = read(small, large, batches=200)
+    reading = read(small, large)
+    wait_until(lambda: len(small.requests) > 50)
+    wait_until(lambda: any(sum(each) > 4 for each in list(large.requests)))
     reading.finish()
     assert max(map(sum, small.requests)) <= 3
-    assert max(map(sum, large.requests)) > 4
 
 
 def asked_for_too_much(read, most: int, error: Exception, after_s: float = 0.0) -> int:

@@ -45,11 +45,22 @@ def make_authority(folder: Path) -> Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(  # Python 3.13 wants it, as the two of the authority
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
+            )
         )
+
+    signs = x509.KeyUsage(
+        digital_signature=False, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, key_cert_sign=True, crl_sign=True,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
 
     ca = (
         builder(ca_name, ca_key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), False)
+        .add_extension(signs, critical=True)
         .sign(ca_key, hashes.SHA256())
     )
     names = [x509.DNSName("localhost"), x509.DNSName("teachers.test")]

@@ -120,6 +120,10 @@ class BaseState(ABC):
         self._unowned = unowned
         self._scaler = scaler
         self._extra = dict(extra)
+        names: list[Any] = list(extra)
+        for name in names:
+            if not isinstance(name, str):
+                raise UsageError(f"extra: expected texts as names, got {name!r}")
         self._open_step = OpenStep(self._marks)
         self._committed_traits: Found | None = None  # None: no step was committed
         self._edits: list[str] = []  # that were said
@@ -377,15 +381,20 @@ class BaseState(ABC):
         arrays: Collection[str],
     ) -> None:
         tools = self._tensor_tools
+        flat = {
+            name: {path: tools.from_plain(value) for path, value in plain.get(name, {}).items()}
+            for name in self._extra
+        }
+        for path, spec in specs.items():
+            # A name may have a "/" itself, as of one of several averages ("ema/0.999").
+            owners = [name for name in self._extra if path.startswith(f"{name}/")]
+            if owners:
+                owner = max(owners, key=len)
+                make = _make_array if spec.name in arrays else tools.make_tensor
+                flat[owner][path[len(owner) + 1 :]] = make(source, spec)
         for name, thing in self._extra.items():
-            flat = {path: tools.from_plain(value) for path, value in plain.get(name, {}).items()}
-            for path, spec in specs.items():
-                owner, _, rest = path.partition("/")
-                if owner == name:
-                    make = _make_array if spec.name in arrays else tools.make_tensor
-                    flat[rest] = make(source, spec)
-            if flat:
-                self._load_object(thing, unflatten(flat))
+            if flat[name]:
+                self._load_object(thing, unflatten(flat[name]))
 
     def _check(
         self,

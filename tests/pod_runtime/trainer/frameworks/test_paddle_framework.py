@@ -218,6 +218,17 @@ def test_plain_values_of_an_object_come_back_as_they_were(state):
     assert fresh.state == state
 
 
+def test_objects_by_names_with_a_slash_travel_with_the_state():
+    (model, optimizer), (other, other_optimizer) = (make("momentum")[1:3] for _ in range(2))
+    mine, theirs = ({"ema": Counts(), "ema/0.9": Counts()} for _ in range(2))
+    for number, each in enumerate(mine.values(), 1):
+        each.state = {"mean": paddle.full([2], float(number))}
+    layout, data, scalars = take(paddle_framework(model, optimizer, header_size=HEADER, extra=mine))
+    framework = paddle_framework(other, other_optimizer, header_size=HEADER, extra=theirs)
+    framework.state.load(layout, memoryview(data), scalars)
+    assert [each.state["mean"].tolist() for each in theirs.values()] == [[1.0, 1.0], [2.0, 2.0]]
+
+
 def test_a_tensor_by_a_number_is_refused_by_name():
     counts = Counts()
     counts.state = {"means": {3: paddle.ones([2])}}

@@ -317,6 +317,30 @@ def test_objects_of_the_script_travel_with_the_state():
     assert (other.extra.state["deep"], other.extra.state["name"]) == ({"n": 7}, "b")
 
 
+def test_objects_by_names_with_a_slash_travel_with_the_state():
+    extras = [{"ema": Counts(), "ema/0.9": Counts()} for _ in range(2)]
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    one, other = (
+        torch_framework(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER, extra=extra
+        )
+        for model, extra in zip(models, extras, strict=True)
+    )
+    for number, each in enumerate(extras[0].values(), 1):
+        each.state = {"mean": torch.full([2], float(number))}
+    layout, data, scalars = take(one)
+    other.state.load(layout, memoryview(data), scalars)
+    assert [each.state["mean"].tolist() for each in extras[1].values()] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_an_object_by_a_number_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    extra: Any = {0: Counts()}
+    with pytest.raises(UsageError, match="extra: expected texts as names, got 0"):
+        torch_framework(model, optimizer, header_size=HEADER, extra=extra)
+
+
 class Scaled(nn.Linear):
     """Keeps what it has seen in a way of its own."""
 

@@ -346,6 +346,11 @@ class Loop:
         is_begun = self._epoch is not None and not self._finished
         return is_begun and self._entered().stage.progress.is_finished
 
+    @property
+    def _counts(self) -> bool:
+        """What the script does now is part of its training: no rehearsal, and no warm-up."""
+        return self._rehearsal is None and not self._is_warming_up
+
     def _settle(self) -> None:
         """Drop the memory of the state that was loaded, unless it has to be loaded once more."""
         if not self._is_begun_too_late:

@@ -84,8 +84,15 @@ class RunLog:
         self._mirror: Any = None  # None: no VisualDL
         self._follow_rank()
 
+    @property
+    def _counts(self) -> bool:
+        """Whether what the script does now is part of its training, as far as the loop says it."""
+        return bool(getattr(self._loop, "_counts", True))
+
     def _follow_rank(self) -> None:
         """Write where this is rank 0, and nowhere else: a trainer that stays may become it."""
+        if not self._counts:  # a rehearsal stands at step 0, and would take over all that is there
+            return
         is_mine = self._loop.rank == 0
         if is_mine and self._file is None and not self._is_off:
             self._open()
@@ -132,7 +139,7 @@ class RunLog:
             number = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"value: {tag}: expected a number, got {value!r:.80}") from error
-        if self._file is None:
+        if self._file is None or not self._counts:
             return
         scalar = Scalar(
             tag=tag,

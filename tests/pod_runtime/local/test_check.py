@@ -116,6 +116,12 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
     ),
     "dropout": ({"LAYERS": "layers = [nn.Dropout(0.5)]"}, "note: .*random numbers", False),
     "refused": ({"ARGUMENTS": "loss='median'"}, r"script\.py:\d+: UsageError: loss: exp", True),
+    "run log": (
+        {"for epoch in loop.epochs():":
+            "from edl import RunLog\nlog = RunLog(loop, 'runs')\nfor epoch in loop.epochs():",
+         "AFTER": "log.add_scalar('loss', 1.0)"},
+        "no findings", False,
+    ),
     "drop_last": (
         {"ARGUMENTS": "drop_last=True"},
         "cut into 3 shards\nnote: drop_last leaves 10 of 100 samples out",

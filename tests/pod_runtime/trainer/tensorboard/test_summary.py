@@ -36,6 +36,13 @@ class Progress:
     rank: int = 0
 
 
+@dataclass
+class Rehearses(Progress):
+    """As a loop in `edl check`."""
+
+    _counts: bool = False
+
+
 def noted(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return (step, value) of each curve, in the order of the files."""
     found: dict[str, list[tuple[int, float]]] = {}
@@ -188,6 +195,20 @@ def test_other_ranks_touch_nothing(tmp_path):
     log.add_scalar("loss", 1.0)
     log.close()
     assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_count_is_not_noted_and_takes_nothing_over(tmp_path):
+    train(tmp_path, 0, 11)
+    before = noted(tmp_path)
+    rehearses = Rehearses()
+    log = RunLog(rehearses, tmp_path)
+    log.add_scalar("loss", 5.0)
+    assert noted(tmp_path) == before
+    rehearses._counts, rehearses.epoch, rehearses.step_count = True, 1, 11
+    log.add_scalar("loss", 6.0)
+    rehearses._counts = False  # a step by which the loop measures
+    log.add_scalar("loss", 7.0)
+    assert noted(tmp_path)["loss"] == [*before["loss"], (11, 6.0)]
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path):

@@ -198,12 +198,13 @@ def _as_text(path: str, account: LedgerAccount, result: LedgerCheck) -> list[str
 def _best(path: str) -> list[str]:
     """Name the best checkpoints of a checkpoint path."""
     try:
-        found = read_best(open_storage(path))
+        storage = open_storage(path)
+        found = read_best(storage)
     except (ElasticError, OSError) as error:
         return [f"best checkpoints: cannot be read: {error}"]
     return [
         f"best {head.get('metric')}: {head.get('value')} at step {head.get('step')}, epoch "
-        f"{head.get('epoch')}: {path}/{folder}"
+        f"{head.get('epoch')}: {storage.name}/{folder}"
         for folder, head in found
     ]
 

@@ -88,7 +88,8 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
             f"checkpoint: {text!r} cannot be opened: {error}; "
             f"give a local path, or install the fsspec package for {scheme}"
         ) from error
-    return FsspecStorage(filesystem, root, text)
+    # Of a name that ends in "/", a folder below would have "//": another one, in an object store.
+    return FsspecStorage(filesystem, root, text.rstrip("/") if rest.strip("/") else text)
 
 
 class LocalStorage:

@@ -16,6 +16,8 @@ import pytest
 import safetensors.numpy
 
 from pod_runtime.trainer.errors import CheckpointError
+from pod_runtime.trainer.progress.best import BestCheckpoint
+from pod_runtime.trainer.state.best_checkpoints import best_store, read_best
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.host_state import HostState, SaveTarget
@@ -218,6 +220,16 @@ def test_an_object_store_that_is_away_for_a_moment_is_waited_for(storage, monkey
         store.highest_stage()
     assert store.highest_stage(patience_s=120) == 3
     assert "cannot be listed, trying again: EndpointConnectionError" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_best_checkpoint_is_where_it_is_said_to_be_below_a_url(end):
+    url = f"memory://{uuid.uuid4()}/ckpt"
+    best = BestCheckpoint(metric="score", mode="max", value=1.0, stage=1, step=4, epoch=0)
+    state = make_host_state(stage=1, step=4)
+    best_store(CheckpointStore(open_storage(url + end)), best).write(state)
+    assert "model.safetensors" in open_storage(url).files(best.folder)
+    assert [folder for folder, _head in read_best(open_storage(url + end))] == [best.folder]
 
 
 def test_a_path_that_can_be_written_is_left_as_it_was_found(storage):

@@ -116,7 +116,7 @@ def make_source(
         raise UsageError(f"batch_size: expected a whole number of at least 1, got {size!r}")
     size = int(size or 0) * accumulation_steps
     length = None if dataset is None or is_stream else len(dataset)
-    drop = _first(drop_last, taken.get("drop_last"), False)
+    drop = bool(_first(drop_last, taken.get("drop_last"), False))
     if length is not None and sampling is None and length < (size if drop else 1):
         raise UsageError(
             f"{name}: {length} samples give no batch of {size}"
@@ -126,7 +126,7 @@ def make_source(
         dataset=dataset,
         length=length,
         batch_size=size,
-        shuffle=_first(shuffle, taken.get("shuffle"), length is not None),
+        shuffle=bool(_first(shuffle, taken.get("shuffle"), length is not None)),
         drop_last=drop,
         collate=collate_fn if collate_fn is not None else taken.get("collate"),
         num_workers=_first(num_workers, taken.get("num_workers"), 0),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle.io import (
@@ -89,6 +90,12 @@ def test_a_plain_loader_is_taken_over():
         7, init, 4,
     )  # fmt: skip
     assert source_of(loader, batch_size=8, shuffle=False).batch_size == 8
+
+
+def test_what_is_yes_or_no_may_be_said_by_a_number():
+    source = source_of(Numbers(), batch_size=7, shuffle=1, drop_last=np.False_)
+    assert source.shuffle is True, "a state says so in JSON, where 1 is none"
+    assert source.drop_last is False
 
 
 @pytest.mark.parametrize(

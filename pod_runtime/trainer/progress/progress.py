@@ -41,7 +41,8 @@ class TrainingProgress:
             if by_share
             else shards_for(scaling, before.batch_size, before.shards),
             dataset_length=before.run.dataset_length,
-            drop_last=before.run.drop_last,
+            # Where no epoch is left, the length of the data says nothing about a sampler's.
+            drop_last=before.run.drop_last and (order is not None or before.run.sampler is None),
             steps_per_epoch=steps_per_epoch,
             is_even=by_share,
         )

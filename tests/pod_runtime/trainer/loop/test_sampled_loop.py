@@ -223,6 +223,23 @@ def test_a_finished_training_goes_on_with_the_samplers_order_when_more_epochs_ar
     assert verify([str(tmp_path)]) == 0
 
 
+def test_a_finished_training_that_draws_few_samples_often_may_be_started_again(tmp_path):
+    class Few(Numbers):
+        def __len__(self) -> int:
+            return 5
+
+    def often() -> DataLoader:
+        sampler = Chosen(count=20, highest=5)
+        batches = BatchSampler(sampler=sampler, batch_size=6, drop_last=True)
+        return DataLoader(Few(), batch_sampler=batches)
+
+    assert len(train(make(often(), checkpoint=tmp_path))) == 9
+    assert train(make(often(), checkpoint=tmp_path)) == []
+    assert verify([str(tmp_path)]) == 0
+    assert len(train(make(often(), checkpoint=tmp_path, epochs=4))) == 3
+    assert verify([str(tmp_path)]) == 0
+
+
 def test_a_sampler_that_was_edited_amid_an_epoch_is_refused_and_another_one_always(tmp_path):
     train(make(chosen(), checkpoint=tmp_path, save_steps=1), stop_at=6)
     finish_writing()

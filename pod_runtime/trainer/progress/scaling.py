@@ -6,6 +6,7 @@ linear         the batch per trainer stays; the learning rate follows the world 
 a callable     policy(old_world, new_world) -> Scale, or None for "as it was"
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,15 @@ class Scale:
     warmup_steps: int = 0  # steps over which the factor moves there, linearly
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "warmup_steps"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise ValueError(
+                    f"{name}: expected a whole number, got {value!r}; round it"
+                ) from None
+        object.__setattr__(self, "lr_factor", float(self.lr_factor))  # a number of numpy's, say
         if self.batch_size < 1:
             raise ValueError(f"batch_size: must be at least 1, got {self.batch_size}")
         if not 0 < self.lr_factor < float("inf"):

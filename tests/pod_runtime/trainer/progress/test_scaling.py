@@ -1,6 +1,11 @@
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 
-from pod_runtime.trainer.progress.scaling import Scale, first_scaling, rescale, shards_for
+from job_server.api.wire import decode, encode
+from pod_runtime.trainer.progress.scaling import Scale, Scaling, first_scaling, rescale, shards_for
 
 
 def grown(policy, *, to: int, step: int = 100, warmup: int = 10, base: int = 64, first: int = 2):
@@ -72,8 +77,14 @@ def test_a_wrong_policy_is_refused(policy, text):
 
 @pytest.mark.parametrize(
     "wrong", [{"batch_size": 0}, {"lr_factor": 0.0}, {"lr_factor": float("nan")},
-              {"warmup_steps": -1}]
+              {"warmup_steps": -1}, {"batch_size": 96.0}, {"warmup_steps": 1.5}]
 )  # fmt: skip
 def test_a_scale_is_valid_or_not_made(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Scale(**({"batch_size": 1} | wrong))
+
+
+def test_numbers_of_numpy_make_a_scale_that_a_state_can_hold():
+    size: Any = np.int64(96)
+    scaling = grown(lambda _old, _new: Scale(batch_size=size, lr_factor=np.sqrt(1.5)), to=3)
+    assert decode(Scaling, json.loads(json.dumps(encode(scaling)))) == scaling

@@ -301,7 +301,7 @@ class Controller:
                 known.prepared = True
             case steps.SetBudget(needed):
                 known.prepared = self._kube.set_budget(namespace, name, needed)
-                known.budget = needed
+                known.budget = needed if known.prepared else None  # it is made anew, with 0
             case steps.MakeServer():
                 self._kube.create_new(objects.server_pod(job, spec))
             case steps.MakeTrainer(index):

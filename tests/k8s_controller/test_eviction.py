@@ -115,3 +115,19 @@ def test_a_node_can_be_drained_though_there_is_none_for_the_pods_that_leave_it(c
     evict(cluster, "digits-0")
     wait_until(lambda: needed(cluster) == 0, 120, "its substitute is on no node")
     evict(cluster, "digits-1")
+
+
+@pytest.mark.timeout(120)
+def test_a_budget_that_somebody_deletes_keeps_pods_from_being_evicted_once_it_is_made_again(
+    cluster: Cluster,
+):
+    store = cluster.store
+    cluster.kubelet.add_node("n1")
+    job = job_of_two(autoscale=False)
+    job["spec"] |= {"replicas": 2, "maxReplicas": 3}
+    cluster.apply(job)
+    train_with(cluster, 2)
+    store.delete(store.kind("PodDisruptionBudget"), "default", "digits")
+    store.patch(store.kind("TrainingJob"), "default", "digits", {"spec": {"replicas": 3}})
+    wait_until(lambda: len(trainers(cluster)) == 3, 60)
+    wait_until(lambda: bool(store.all("PodDisruptionBudget")) and needed(cluster) == 2, 60)

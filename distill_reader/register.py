@@ -7,7 +7,8 @@ edl register --db_endpoints 10.0.0.9:6379 --service_name resnet --server 10.0.0.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from distill_reader.balance.addresses import (
     RegistryAddress,
@@ -79,13 +80,17 @@ def parse_config(args: argparse.Namespace) -> RegistrarConfig:
     least, most = LEASE_BOUNDS_S
     if not least <= args.lease_s <= most:
         raise UsageError(f"--lease_s: expected {least:g} to {most:g} seconds, got {args.lease_s:g}")
+    read: Callable[[], str] = partial(read_token, args.token_file, os.environ)
+    if args.service_token:
+        read = partial(str, args.service_token)
+    read()  # else only the log would say that it cannot be read
     if len(args.info) > MAX_INFO:
         raise UsageError(f"--info: expected up to {MAX_INFO} characters, got {len(args.info)}")
     return RegistrarConfig(
         addresses=addresses,
         service=check_name(args.service_name, "--service_name"),
         server=check_endpoint(args.server, "--server"),
-        token=args.service_token or read_token(args.token_file, os.environ),
+        read_token=read,
         lease_s=args.lease_s,
         info=args.info,
     )

@@ -192,7 +192,7 @@ class Student:
             registry_addresses(addresses, "places"),
             SERVICE,
             require=require,
-            token="",
+            read_token=lambda: "",
             notify=lambda teachers: self.notified.append(tuple(teachers)),
             feed_stats=lambda: FeedStats(wait_share=0.1, samples_per_s=1000.0),
         )

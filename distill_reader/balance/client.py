@@ -101,7 +101,7 @@ class StudentClient:
         service: str,
         *,
         require: int,
-        token: str,
+        read_token: Callable[[], str],
         notify: Notify,
         feed_stats: Callable[[], FeedStats],
         held: Sequence[str] = (),
@@ -110,6 +110,8 @@ class StudentClient:
         Args:
             addresses: of discovery servers or of Redis, in no order.
             require: the most teachers wanted.
+            read_token: called for each connection; returns the token by now, "": none. May raise a
+                UsageError.
             notify: called by the client's thread with all teachers, whenever they change.
             feed_stats: called every 2 s.
             held: teachers that it had when it was a student before.
@@ -118,7 +120,7 @@ class StudentClient:
         random.shuffle(self._addresses)  # students spread over the servers
         self._service = service
         self._require = require
-        self._token = token
+        self._read_token = read_token
         self._notify = notify
         self._feed_stats = feed_stats
         self._name = student_name()
@@ -253,7 +255,7 @@ class StudentClient:
     # --- by a discovery server
 
     async def _visit_server(self, address: DiscoveryAddress) -> None:
-        connection = await ClientConnection.connect(address.endpoint, self._token)
+        connection = await ClientConnection.connect(address.endpoint, self._read_token())
         try:
             await connection.send(join_body(self._service, self._student()))
             reporting = asyncio.create_task(self._report(connection))

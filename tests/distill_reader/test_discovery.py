@@ -53,7 +53,11 @@ def test_the_originals_arguments_are_taken():
         *("--db_passwd", "p@", "--service_token", "t"),
     )
     assert [each.url for each in registrar.addresses] == ["redis://:p%40@h:6379"]
-    assert (registrar.service, registrar.server, registrar.token) == ("svc", "10.0.0.1:9292", "t")
+    assert (registrar.service, registrar.server, registrar.read_token()) == (
+        "svc",
+        "10.0.0.1:9292",
+        "t",
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class RegistrarConfig:
     addresses: tuple[RegistryAddress, ...]  # ways to one registry: the first that answers is used
     service: str
     server: str  # the teacher's endpoint; 0.0.0.0 or [::]: this host, as the registry sees it
-    token: str = ""  # for discovery servers
+    read_token: Callable[[], str] = lambda: ""  # for discovery servers; for each connection anew
     lease_s: float = LEASE_S
     info: str = ""
 
@@ -305,7 +305,7 @@ class _DiscoveryLink:
     async def _connected(self) -> ClientConnection:
         if self._connection is None:
             self._connection = await ClientConnection.connect(
-                self._address.endpoint, self._config.token
+                self._address.endpoint, self._config.read_token()
             )
         return self._connection
 

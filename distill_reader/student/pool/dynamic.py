@@ -44,12 +44,13 @@ class DynamicTeachers:
         if student is None or student.key != (servers, service):
             if student is not None:
                 student.retire()
+            read_student_token(os.environ)  # else only the log would say that it cannot be read
             make = partial(
                 StudentClient,
                 addresses,
                 service,
                 require=require,
-                token=read_student_token(os.environ),
+                read_token=partial(read_student_token, os.environ),
                 feed_stats=partial(_feed_stats, self._meter),  # must not keep this object alive
             )
             student = self._student = _DiscoveryStudent(

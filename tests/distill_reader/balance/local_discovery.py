@@ -105,8 +105,11 @@ class LocalDiscovery(LoopThread):
 class LocalTeacher(LoopThread):
     """A port that is open, and a registrar that looks after it."""
 
-    def __init__(self, where: str, service: str = "svc", *, token: str = "") -> None:
+    def __init__(
+        self, where: str, service: str = "svc", *, token: str = "", lease_s: float = LEASE_S
+    ) -> None:
         super().__init__()
+        self.token = token
         self._port = free_port()
         self._listener: socket.socket | None = None  # None: it is dead
         self.come_back()
@@ -115,8 +118,8 @@ class LocalTeacher(LoopThread):
             addresses=registry_addresses(where, "where"),
             service=service,
             server=self.endpoint,
-            token=token,
-            lease_s=LEASE_S,
+            read_token=lambda: self.token,
+            lease_s=lease_s,
         )
         self._is_registrar_dead = False
         # Nothing answers there that could report whether it is ready.
@@ -166,6 +169,7 @@ class LocalStudent:
         require: int = 100,
         token: str = "",
     ) -> None:
+        self.token = token
         self.told: list[tuple[str, ...]] = []
         self.told_s: list[float] = []
         self.feed_stats = FeedStats()
@@ -173,7 +177,7 @@ class LocalStudent:
             registry_addresses(where, "where"),
             service,
             require=require,
-            token=token,
+            read_token=lambda: self.token,
             notify=self._notify,
             feed_stats=lambda: self.feed_stats,
         )

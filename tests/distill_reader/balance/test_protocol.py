@@ -335,6 +335,20 @@ class TestToken:
         student = run(LocalStudent, server.endpoint, token="s3cret")
         wait_until(lambda: student.teachers == {teacher.endpoint})
 
+    def test_a_new_token_is_shown_to_a_server_that_is_started_with_it(self, run, monkeypatch):
+        for module in ("client", "registry.registrar"):
+            monkeypatch.setattr(f"distill_reader.balance.{module}._REFUSED_RETRY_S", 0.1)
+        before = run(LocalDiscovery, config=replace(PATIENT, token="first"))
+        teacher = run(LocalTeacher, before.endpoint, token="first")
+        student = run(LocalStudent, before.endpoint, token="first")
+        wait_until(lambda: student.teachers == {teacher.endpoint})
+        before.close()
+        server = run(LocalDiscovery, port=before.port, config=replace(PATIENT, token="second"))
+        another = run(LocalTeacher, server.endpoint, token="second")
+        wait_until(lambda: server.teachers() == {another.endpoint})
+        teacher.token = student.token = "second"
+        wait_until(lambda: student.teachers == {teacher.endpoint, another.endpoint})
+
     def test_students_of_the_original_are_taken_if_so_told(self, run):
         config = replace(PATIENT, token="s3cret", is_open_to_legacy=True)
         server = run(LocalDiscovery, config=config)

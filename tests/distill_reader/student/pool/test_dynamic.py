@@ -19,7 +19,8 @@ from distill_reader.errors import BadRequest, NoTeacher, TeacherBusy, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.pool import dynamic
-from tests.distill_reader.balance.local_discovery import LocalDiscovery
+from distill_reader.teacher.protocols.fast import FastLimits
+from tests.distill_reader.balance.local_discovery import PATIENT, LocalDiscovery
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 from tests.support import wait_until
 
@@ -34,16 +35,17 @@ SPEC = ModelSpec(
 class Registered:
     """A teacher that is registered for as long as it runs."""
 
-    def __init__(self, where: str, service: str = "svc") -> None:
+    def __init__(self, where: str, service: str = "svc", *, token: str = "") -> None:
         self.is_closed = False
         self.service = LocalService(SPEC, lambda inputs: {"double": inputs["image"] * 2})
-        self._teacher = LocalTeacher(self.service)
+        self._teacher = LocalTeacher(self.service, FastLimits(token=token))
         self.endpoint = self._teacher.endpoint
         self._registrar = RegistrarThread(
             RegistrarConfig(
                 addresses=registry_addresses(where, "where"),
                 service=service,
                 server=self.endpoint,
+                read_token=lambda: token,
                 lease_s=20.0,  # does not end because the machine is busy
             ),
             lambda: True,
@@ -112,6 +114,29 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
     batches.is_over.set()
     for image, _, double in results:
         np.testing.assert_array_equal(double, 2 * image)
+
+
+def test_a_new_token_in_the_file_is_shown_to_discovery_as_to_teachers(
+    reader, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.balance.client._REFUSED_RETRY_S", 0.1)
+    monkeypatch.setenv("EDL_TEACHER_TOKEN_FILE", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("first\n")
+    server = run(LocalDiscovery, config=replace(PATIENT, token="first"))
+    teacher = run(Registered, server.endpoint, token="first")
+    reader.set_dynamic_teacher([server.endpoint], "svc")
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = take(results, 10)
+    (tmp_path / "token").write_text("second\n")
+    server.close()
+    teacher.close()
+    server = run(LocalDiscovery, port=server.port, config=replace(PATIENT, token="second"))
+    teacher = run(Registered, server.endpoint, token="second")
+    while not teacher.answers:  # elsewhere than the one before
+        at = take(results, 1, at)
+    batches.is_over.set()
+    results.close()
 
 
 @pytest.mark.full

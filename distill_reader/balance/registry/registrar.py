@@ -112,7 +112,8 @@ class Registrar:
 
     async def _step(self) -> float:
         """Do what is due; return seconds until the next call."""
-        period_s = self._config.lease_s / _BEATS
+        # However long the lease is: a teacher that is gone is to be noticed as soon as any other.
+        period_s = min(self._config.lease_s, LEASE_S) / _BEATS
         is_alive = await self._is_alive()
         address = self._config.addresses[self._at]
         try:

@@ -44,6 +44,14 @@ def test_a_teacher_that_joins_is_told_and_one_that_dies_is_taken_off(servers, ru
     wait_until(lambda: student.teachers == {teacher.endpoint})
 
 
+def test_a_teacher_with_a_long_lease_is_looked_at_as_often_as_others(run):
+    server = run(LocalDiscovery)
+    teacher = run(LocalTeacher, server.endpoint, lease_s=600.0)
+    wait_until(lambda: server.teachers() == {teacher.endpoint})
+    teacher.kill()
+    wait_until(lambda: not server.teachers(), 60)
+
+
 def test_of_a_registrar_that_is_killed_too_the_lease_ends(servers, run):
     """Withdrawn by nobody: only its lease says that it is gone."""
     student = run(LocalStudent, servers[0].endpoint)

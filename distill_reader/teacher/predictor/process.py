@@ -113,6 +113,7 @@ class PredictorLoop:
             others = None if run.model in self._proven else _with_others(inputs, samples)
             outputs = _check_outputs(spec, model.backend.run(inputs), samples)
             if others is not None:
+                self._channel.send(MessageKind.ALIVE)  # each of the two runs may take its time
                 outputs = [output.copy() for output in outputs]  # the backend may use them again
                 _check_apart(model, others, outputs)
                 self._proven.add(run.model)

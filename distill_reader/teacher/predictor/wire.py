@@ -5,7 +5,7 @@ integers of 64 bits, then JSON in some. Tensors are in arenas, which have ids; t
 arena is sent once.
 
     front:      START (JSON), ARENA (id; a descriptor), FORGET (id), RUN, WRITE
-    predictor:  READY (JSON), DONE, SHAPES, REFUSED (JSON), BROKEN (JSON; it ends after that)
+    predictor:  READY (JSON), DONE, SHAPES, REFUSED (JSON), BROKEN (JSON; it ends after that), ALIVE
 """
 
 import array
@@ -44,6 +44,7 @@ class MessageKind(IntEnum):
     SHAPES = 13
     REFUSED = 14
     BROKEN = 15
+    ALIVE = 16
 
 
 _KINDS = {kind.value: kind for kind in MessageKind}

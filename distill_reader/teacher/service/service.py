@@ -378,6 +378,8 @@ class PredictorService:
         with self._lock:
             state = self._predictors[predictor]
             state.silent_since = time.monotonic()
+            if kind is MessageKind.ALIVE:
+                return
             if kind is MessageKind.SHAPES:
                 ended = self._allocate_outputs(state, state.batches[numbers[0]], numbers)
             else:

@@ -89,6 +89,17 @@ def slow_sums(folder: str, name: str, device: Device) -> Backend:
     return _SlowSums(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
 
 
+class _Naps(Sums):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        time.sleep(2.0)
+        return super().run(inputs)
+
+
+def naps(folder: str, name: str, device: Device) -> Backend:
+    """Takes two seconds for a batch, as a large model may take minutes."""
+    return _Naps(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
 class _Zeros(Toy):
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         return {"logits": np.zeros((len(inputs["image"]), 10), np.float32)}

@@ -654,6 +654,15 @@ def test_a_predictor_that_is_merely_idle_is_no_hung_one(folder, children):
     service.close()
 
 
+@pytest.mark.full
+def test_a_first_batch_that_is_computed_twice_may_take_its_time_each_time(folder):
+    service = started(config(folder, "naps", predict_timeout_s=3.0, devices=(Device(),)))
+    image = images(1, 2, 3)
+    assert_sums(outputs(ask(service, image)), image)
+    assert value(service, "edl_teacher_predictor_restarts_total") == 0
+    service.close()
+
+
 def test_an_open_axis_may_have_any_length(open_service):
     for length in (3, 5, 3, 0):
         ids = np.arange(20 * length, dtype=np.int64).reshape(20, length)

@@ -186,6 +186,10 @@ class Front:
             token=config.token,
             limits=config.limits,
             open_methods=[f"/{oip_messages.SERVICE}/{name}" for name in HEALTH_METHODS],
+            slow_methods=[
+                f"/{oip_messages.SERVICE}/ModelInfer",
+                *(f"/{serving_messages.SERVICE}/{name}" for name in serving.methods()),
+            ],
             is_serving=functools.partial(is_serving, service),
         )
 

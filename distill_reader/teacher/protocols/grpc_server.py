@@ -4,6 +4,7 @@ It uses grpcio's threaded server: that of grpc.aio (1.85) stops for good at the 
 path is not UTF-8.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -35,6 +36,9 @@ _FRAME_BYTES = 1 << 20  # the largest frame that clients may send: fewer headers
 _OVERHEAD_BYTES = 1 << 20  # of a message, besides its tensors
 _CHECK_S = 1.0  # how often the messages being read are checked
 _OPEN_CALLS = 16  # without the token, while their messages are read: each takes a thread
+# Of calls that wait for no model, and of watches: probes, and students that connect, are answered
+# however many others wait for one.
+_QUICK_THREADS = 64
 _OPEN_S = 2.0  # how long such a message may take
 _WATCHES = 32  # of health at a time: each takes a thread for as long as it lasts
 _WATCH_S = 0.2  # how often health is looked at for them
@@ -94,6 +98,7 @@ class GrpcServer:
         token: str,
         limits: FrontLimits,
         open_methods: Collection[str] = (),
+        slow_methods: Collection[str] = (),
         is_serving: Callable[[str], bool | None],
     ) -> None:
         """Bind the addresses.
@@ -101,6 +106,7 @@ class GrpcServer:
         Args:
             services: service -> method -> function.
             open_methods: "/service/method" of those that need no token.
+            slow_methods: likewise: of those that wait for a model.
             is_serving: for the health protocol: whether a service is ready; None: it is unknown.
 
         Raises:
@@ -112,12 +118,17 @@ class GrpcServer:
         self._open_calls = threading.BoundedSemaphore(_OPEN_CALLS)
         self._watches = threading.BoundedSemaphore(_WATCHES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc")
+        self._quick_threads = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="grpc-quick")
         self._server = grpc.server(
             self._threads, options=_options(limits), maximum_concurrent_rpcs=_MAX_CALLS
         )
         for service, methods in services.items():
             handlers = {
-                name: self._handler(method, is_open=f"/{service}/{name}" in open_methods)
+                name: self._handler(
+                    method,
+                    is_open=f"/{service}/{name}" in open_methods,
+                    is_slow=f"/{service}/{name}" in slow_methods,
+                )
                 for name, method in methods.items()
             }
             self._server.add_generic_rpc_handlers(
@@ -125,7 +136,9 @@ class GrpcServer:
             )
         health = {
             "Check": self._handler(self._check_health, is_open=True),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._watch_health),
+            "Watch": grpc.stream_stream_rpc_method_handler(
+                _in_threads(self._quick_threads, self._watch_health)
+            ),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),)
@@ -134,7 +147,7 @@ class GrpcServer:
             for address in addresses:
                 self._server.add_insecure_port(address)
         except RuntimeError as error:
-            self._threads.shutdown(wait=False)
+            self._end_threads()
             raise UsageError(f"gRPC cannot listen on {address}: {error}") from error
         # Calls whose message is being read, and until when it must have come.
         self._reading: dict[int, tuple[float, Any]] = {}
@@ -151,9 +164,13 @@ class GrpcServer:
         self._ending.set()  # watches of health would take all the grace
         self._server.stop(grace_s).wait()
         self._stopping.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._end_threads()
 
-    def _handler(self, method: Method, *, is_open: bool) -> Any:
+    def _end_threads(self) -> None:
+        for threads in (self._threads, self._quick_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _handler(self, method: Method, *, is_open: bool, is_slow: bool = False) -> Any:
         def call(messages: Any, context: Any) -> bytes:
             metadata = {key: value for key, value in context.invocation_metadata()}
             message = self._authorized_read(messages, context, metadata, is_open=is_open)
@@ -169,7 +186,8 @@ class GrpcServer:
 
         # For clients this is a method with one request. It is a stream only here, so that a client
         # without the token is refused before its message is read.
-        return grpc.stream_unary_rpc_method_handler(call)
+        threads = self._threads if is_slow else self._quick_threads
+        return grpc.stream_unary_rpc_method_handler(_in_threads(threads, call))
 
     def _authorized_read(
         self, messages: Any, context: Any, metadata: Mapping[str, Any], *, is_open: bool
@@ -247,6 +265,13 @@ class GrpcServer:
                 left.wait(_WATCH_S)
         finally:
             self._watches.release()
+
+
+def _in_threads(threads: ThreadPoolExecutor, behavior: Callable[..., Any]) -> Any:
+    """Return a method that gRPC calls in these threads, where it knows how, as grpcio 1.85 does."""
+    called: Any = functools.partial(behavior)
+    called.experimental_thread_pool = threads
+    return called
 
 
 def _health_service(message: bytes) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from distill_reader.protocols.oip_messages import SERVICE
+from distill_reader.protocols.oip_messages import SERVICE, encode_request
 from distill_reader.teacher.protocols import grpc_server
 from tests.distill_reader.protobuf_messages import HEALTH_MESSAGES, OIP_MESSAGES
 from tests.distill_reader.teacher.conftest import Running
@@ -15,6 +16,7 @@ from tests.support import free_port, wait_until
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 REQUEST, ANSWER = HEALTH_MESSAGES["HealthCheckRequest"], HEALTH_MESSAGES["HealthCheckResponse"]
+INFER = encode_request("double", {"x": [np.ones((2, 3), "f4")], "n": [np.array([[5], [6]])]})
 
 
 def channel_to(port: int) -> Any:
@@ -57,6 +59,24 @@ def test_health_is_told_to_whoever_asks(guarded):
     running.service.is_ready = False
     for service in ("", "double", SERVICE):
         assert check(port, service) == NOT_SERVING
+
+
+def test_health_is_told_however_many_calls_wait_for_a_slow_model(start_front, monkeypatch):
+    monkeypatch.setattr(grpc_server, "_THREADS", 2)
+    running = start_front()
+    running.service.gate.clear()
+    with channel_to(running.port) as channel:
+        infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        calls = [infer.future(INFER) for _ in range(8)]
+        wait_until(lambda: len(running.service.protocols) == 2)
+        assert check(running.port) == SERVING
+        list_models = channel.unary_unary(f"/{SERVICE}/RepositoryIndex")  # as students that connect
+        assert list_models(b"", timeout=30)
+        stream = watch(channel)
+        assert next(statuses(stream)) == SERVING
+        stream.cancel()
+        running.service.gate.set()
+        assert all(call.result(timeout=30) for call in calls)
 
 
 def test_an_unknown_service_is_not_found_and_no_model_is_named(guarded):

@@ -68,6 +68,9 @@ PADDLE_BACKEND = "distill_reader.teacher.predictor.paddle_backend:load"
 _DEATHS = 2  # predictors that may die while computing a request: it may be what kills them
 _AHEAD_US = 2000  # if batches take less, the next one is sent before the last is answered
 _READY_AGAIN_S = 1.0  # how long students stay away while no predictor runs
+# How often the timer looks at predictors that compute, at least. If it comes later by more than the
+# second, this process was stopped (SIGSTOP, a paused container), and its predictors with it.
+_LOOK_S, _STOPPED_S = 5.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,7 @@ class PredictorService:
         self._batches = 0  # how many there were; their numbers
         self._unfinished = 0  # requests without an answer
         self._wakes_at = float("inf")  # when the timer checks the queue again
+        self._look_s = min(_LOOK_S, config.predict_timeout_s / 4)
         self._start_error: DistillError | None = None
         self._has_started = False
         self._is_draining = False
@@ -421,7 +425,7 @@ class PredictorService:
         self._batches += 1
         if not state.batches:
             state.silent_since = time.monotonic()
-            if state.silent_since + self._config.predict_timeout_s < self._wakes_at:
+            if state.silent_since + self._look_s < self._wakes_at:
                 self._due.notify()
         encodings = tuple(
             dict.fromkeys(encoding for p in parts for _, encoding in p.request.wanted)
@@ -568,6 +572,10 @@ class PredictorService:
         with self._due:
             while not self._is_closed:
                 now = time.monotonic()
+                late_s = now - self._wakes_at
+                if _STOPPED_S < late_s < float("inf"):
+                    for state in self._predictors.values():
+                        state.silent_since += late_s
                 self._dispatch(now)
                 due = self._queue.next_due() if self._free else None
                 self._wakes_at = min(
@@ -583,9 +591,11 @@ class PredictorService:
         """
         look_again = float("inf")
         for state in self._predictors.values():
+            if state.silent_since == float("inf"):
+                continue
             end_at = state.silent_since + self._config.predict_timeout_s
             if end_at > now:
-                look_again = min(look_again, end_at)
+                look_again = min(look_again, end_at, now + self._look_s)
                 continue
             state.silent_since = float("inf")
             logger.error(

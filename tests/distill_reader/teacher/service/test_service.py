@@ -663,6 +663,22 @@ def test_a_first_batch_that_is_computed_twice_may_take_its_time_each_time(folder
     service.close()
 
 
+@pytest.mark.full
+def test_time_in_which_the_teacher_was_stopped_does_not_count_against_its_predictors(
+    folder, children
+):
+    service = started(config(folder, "sums", predict_timeout_s=3.0, devices=(Device(),)))
+    image = images(1, 2, 3)
+    with standing_still(children()):
+        future = ask(service, image)
+        time.sleep(0.3)
+        with service._lock:  # nothing moves, as if this process stood still, too
+            time.sleep(4.5)
+    assert_sums(outputs(future), image)
+    assert value(service, "edl_teacher_predictor_restarts_total") == 0
+    service.close()
+
+
 def test_an_open_axis_may_have_any_length(open_service):
     for length in (3, 5, 3, 0):
         ids = np.arange(20 * length, dtype=np.int64).reshape(20, length)

@@ -148,7 +148,10 @@ def _serve(
         front.bind()  # fails on a port in use before the models are loaded
         if register is not None:
             registrar = register.registrar(*front.address, lambda: service.is_ready)
-        service.start()
+        service.start(is_unwanted=stopping.is_set)
+        if stopping.is_set():
+            logger.info("ended before its models were loaded")
+            return 0
         front.start()
         host, port = front.address
         models = "; ".join(describe(spec) for spec in service.models().values())

@@ -207,6 +207,21 @@ def test_a_second_sigterm_ends_it_at_once(start):
     wait_until(lambda: not any(predictor.is_running() for predictor in predictors))
 
 
+def test_sigterm_ends_it_while_it_loads_its_models(folder):
+    command = [sys.executable, "-m", "distill_reader.serve", "--port", "0", "--model", str(folder)]
+    with subprocess.Popen(
+        [*command, "--backend", f"{TOYS}:late"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: psutil.Process(process.pid).children())
+        process.send_signal(signal.SIGTERM)
+        ready, log = process.communicate(timeout=60)
+    assert (process.returncode, ready) == (0, "")
+    assert "ended before its models were loaded" in log
+
+
 def test_a_paddle_model_is_served(paddle_folder):
     kinds = sorted(path.name for path in paddle_folder.iterdir() if path.is_dir())
     running = Server("--model", str(paddle_folder / kinds[0]), backend="")

@@ -71,6 +71,7 @@ _READY_AGAIN_S = 1.0  # how long students stay away while no predictor runs
 # How often the timer looks at predictors that compute, at least. If it comes later by more than the
 # second, this process was stopped (SIGSTOP, a paused container), and its predictors with it.
 _LOOK_S, _STOPPED_S = 5.0, 1.0
+_LOAD_LOOK_S = 0.2  # how often a start that waits for models looks whether it is still wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,29 +192,34 @@ class PredictorService:
             predictors_ready=lambda: len(self._predictors),
         )
 
-    def start(self, timeout_s: float | None = None) -> None:
-        """Start the predictors; return when each has loaded its models.
+    def start(
+        self, timeout_s: float | None = None, *, is_unwanted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start the predictors; return when each has loaded its models, or it is unwanted by then.
 
         Raises:
             ModelError, UsageError: a model or the backend cannot be loaded. The service is closed.
         """
         self._pool.start()
         self._timer.start()
+        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._ready:
-            is_done = self._ready.wait_for(
-                lambda: (
-                    self._start_error is not None
-                    or len(self._predictors) == len(self._config.devices)
-                ),
-                timeout_s,
-            )
+            while not (is_done := self._is_loaded) and self._start_error is None:
+                left_s = deadline_s - time.monotonic()
+                if is_unwanted() or left_s <= 0:
+                    break
+                self._ready.wait(min(_LOAD_LOOK_S, left_s))
             error = self._start_error
             self._has_started = error is None and is_done
-        if error is None and not is_done:
+        if error is None and not is_done and time.monotonic() >= deadline_s:
             error = ModelError(f"the models were not loaded within {timeout_s:g} s")
         if error is not None:
             self.close()
             raise error
+
+    @property
+    def _is_loaded(self) -> bool:
+        return len(self._predictors) == len(self._config.devices)
 
     # Called by the protocols.
 

@@ -259,3 +259,9 @@ def broken(folder: str, name: str, device: Device) -> Backend:
 def crashing(folder: str, name: str, device: Device) -> Backend:
     """Ends its process while it loads."""
     os._exit(7)
+
+
+def late(folder: str, name: str, device: Device) -> Backend:
+    """Takes minutes to load."""
+    time.sleep(300)
+    return sums(folder, name, device)

@@ -11,6 +11,7 @@ from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.table import Measured
+from distill_reader.errors import UsageError
 from distill_reader.student.batches.meter import Meter
 from distill_reader.tokens import read_student_token
 
@@ -107,6 +108,12 @@ class _DiscoveryStudent:
         return "" if client is None else client.trouble
 
     def add(self, source: DynamicSource, require: int) -> None:
+        """Begin an iteration. Raises: UsageError: after a fork; nobody would tell it teachers."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "reader: called in the parent of the process that consumes it: with discovery call "
+                "it in that one, such as in __iter__ of the data set that its DataLoader reads"
+            )
         with self._lock:
             self._sources.add(source)
             self._set_timer(None)
@@ -121,6 +128,8 @@ class _DiscoveryStudent:
         client.notify_again()
 
     def remove(self, source: DynamicSource) -> None:
+        if os.getpid() != self._pid:
+            return  # its lock may be held for ever by a thread of the parent
         lingers = True
         with self._lock:
             self._sources.discard(source)

@@ -22,6 +22,7 @@ from distill_reader.student.pool import dynamic
 from distill_reader.teacher.protocols.fast import FastLimits
 from tests.distill_reader.balance.local_discovery import PATIENT, LocalDiscovery
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.distill_reader.student.test_reader import exit_code_of_fork
 from tests.support import wait_until
 
 SPEC = ModelSpec(
@@ -114,6 +115,23 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
     batches.is_over.set()
     for image, _, double in results:
         np.testing.assert_array_equal(double, 2 * image)
+
+
+@pytest.mark.full
+def test_a_pass_that_a_fork_inherits_refuses_instead_of_waiting_for_ever(discovery, reader, run):
+    run(Registered, discovery.endpoint)
+    reader.set_dynamic_teacher([discovery.endpoint], "svc")
+    reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
+    assert len(list(reader())) == 1
+    inherited = reader()
+
+    def read() -> int:
+        with pytest.raises(UsageError, match="call it in that one, such as in __iter__"):
+            next(inherited)
+        return 7
+
+    assert exit_code_of_fork(read) == 7
+    assert exit_code_of_fork(lambda: len(list(reader()))) == 1
 
 
 def test_a_new_token_in_the_file_is_shown_to_discovery_as_to_teachers(

@@ -243,6 +243,12 @@ class TorchOptimizer:
     ) -> None:
         """Take over what it keeps of parameters."""
         parameters = dict(self._parameters())
+        counting = {
+            self._names[id(each)]
+            for group in self._optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for each in group["params"]
+        }
         kept: dict[str, dict[str, Any]] = {}
         for name, spec in specs.items():
             owner, _, kind = name.rpartition(".")
@@ -250,7 +256,8 @@ class TorchOptimizer:
             if _is_same_kind(live, spec):
                 fill(live, source, spec)
             else:
-                live = _made_for(parameters[owner], kind, make_tensor(source, spec))
+                made = make_tensor(source, spec)
+                live = _made_for(parameters[owner], kind, made, counts_there=owner in counting)
             kept.setdefault(owner, {})[kind] = live
         for name, value in scalars["optimizer_numbers"].items():
             owner, _, kind = name.rpartition(".")
@@ -373,10 +380,16 @@ def _is_same_kind(live: Any, spec: StateTensor) -> bool:
     )
 
 
-def _made_for(parameter: Any, kind: str, value: Any) -> Any:
-    """Return a stored tensor where and as an optimizer would have made it for its parameter."""
-    if kind == "step" or value.shape != parameter.shape:  # optimizers count on the host
-        return value
+def _made_for(parameter: Any, kind: str, value: Any, *, counts_there: bool) -> Any:
+    """Return a stored tensor where and as an optimizer would have made it for its parameter.
+
+    Args:
+        counts_there: steps are counted where the parameter is, as `fused` and `capturable` want it.
+    """
+    if kind == "step":
+        return value.to(parameter.device) if counts_there else value
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()
 
 

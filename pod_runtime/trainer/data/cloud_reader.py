@@ -55,6 +55,7 @@ _END_S = 5.0
 _RENEWALS = 3  # in the time of a lease
 _FIRST_S, _LAST_S = 0.1, 5.0  # between two tries to reach the server
 _TOO_LONG = 413  # of a request's body
+_UNKNOWN = "0.0"  # when a job was submitted, to a server of an older version, or outside a job
 
 
 def cloud_reader(
@@ -83,8 +84,8 @@ def cloud_reader(
             in each line (a str without its end), unless `read` says otherwise.
         endpoint: of the job server, HOST:PORT or a URL. None: that of this job.
         queue: a name for the queue; another training that is to read the same files needs another
-            one. None: made of the job's id, of when it was submitted, and of the files' names,
-            sizes and times; outside a job of the files alone.
+            one. None: made of the job's id, of when it was submitted, and of the files' names;
+            outside a job of their names, sizes and times.
         records_per_task: cut files into tasks of so many records. None: a file is a task.
         lease_s: a task goes to another reader when its own is silent for so long, seconds.
         max_tries: a task that could not be read so often is dropped for the pass.
@@ -261,18 +262,29 @@ def _task(path: str, start: int, stop: int | None) -> str:
 
 
 def _count(path: str, read: Read) -> int:
-    if path.endswith(".npy") and read is read_records:
-        return len(np.load(path, mmap_mode="r"))
-    return sum(1 for _ in read(path, 0, None))
+    try:
+        if path.endswith(".npy") and read is read_records:
+            return len(np.load(path, mmap_mode="r"))
+        return sum(1 for _ in read(path, 0, None))
+    except OSError:  # it may pass, and names the file
+        raise
+    except Exception as error:  # whatever a reader of the script's own raises
+        raise UsageError(
+            f"paths: the records of {path} cannot be counted: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Name the queue by the job and what the files are now: all trainers find the same name.
+    """Name the queue by the job, or by what the files are now: all trainers find the same name.
 
-    A job that is submitted anew under its name has to read all of them again.
+    A job that is submitted anew under its name has to read all of them again. Each of its nodes may
+    have a copy of the files, with times of its own.
     """
-    stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
-    digest = zlib.crc32(repr((stats, tasks, environ.get(SUBMITTED_AT))).encode())
+    submitted_at = environ.get(SUBMITTED_AT, _UNKNOWN)
+    stats: list[tuple[str, int, int]] = []
+    if submitted_at == _UNKNOWN:
+        stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
+    digest = zlib.crc32(repr((files, stats, tasks, submitted_at)).encode())
     return f"{environ.get('PADDLE_JOB_ID') or 'files'}-{digest:08x}"[-100:]
 
 

@@ -1,10 +1,12 @@
 """Files for the task queue, and what is refused before anything is read."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pod_runtime.trainer.data import cloud_reader as module
 from pod_runtime.trainer.data.cloud_reader import cloud_reader, read_records, write_shards
 from pod_runtime.trainer.errors import UsageError
 
@@ -51,3 +53,25 @@ def test_wrong_arguments_are_refused_by_name(tmp_path: Path, monkeypatch: pytest
         cloud_reader(str(path), "127.0.0.1:1", lease_s=0.0)
     with pytest.raises(ConnectionError, match="the job server has been away for 0 s"):
         cloud_reader(str(path), "127.0.0.1:1", server_timeout_s=0.0)
+
+
+def test_copies_of_the_files_on_each_node_are_one_queue_in_a_job(tmp_path: Path):
+    job = {"PADDLE_JOB_ID": "job", "EDL_SUBMITTED_AT": "17.5"}
+    path = tmp_path / "text.txt"
+    path.write_text("one\n")
+
+    def name(environ: dict[str, str]) -> str:
+        return module._queue_name([str(path)], ["task"], environ)
+
+    before, outside = name(job), name({})
+    os.utime(path, (1.0, 1.0))  # as of another copy
+    assert name(job) == before
+    assert name({}) != outside, "the files alone tell of a new training"
+    assert len({before, name(job | {"EDL_SUBMITTED_AT": "18.5"}), outside}) == 3
+
+
+def test_a_file_whose_records_cannot_be_counted_is_named(tmp_path: Path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"caf\xe9\n")
+    with pytest.raises(UsageError, match=r"paths: the records of .*text.txt cannot be counted: Un"):
+        cloud_reader(str(path), "127.0.0.1:1", records_per_task=2)

@@ -18,7 +18,7 @@ from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.agreement import MUST, ExchangeResult
 from pod_runtime.trainer.progress.batches import Cursor, rank_shards
-from pod_runtime.trainer.progress.best import BestCheckpoint
+from pod_runtime.trainer.progress.best import BestCheckpoint, find_best
 from pod_runtime.trainer.progress.drawn import add
 from pod_runtime.trainer.progress.epoch_order import EpochOrder
 
@@ -145,6 +145,7 @@ class StageSteps:
     def keep_best(self, best: BestCheckpoint) -> None:
         """Keep a checkpoint of the committed state. All ranks call it."""
         progress = self.stage.progress
+        before = find_best(progress.best, best.metric)
         if self.stage.member.keep_best(best):
             progress.note_best(best)
             if self.stage.member.rank == 0:
@@ -153,6 +154,8 @@ class StageSteps:
                 )
             self.log({f"best_{best.metric}": best.value})
             self.report(at_once=True)
+        elif before is not None and before.folder == best.folder:
+            progress.forget_best(best.metric)  # it was where this one should be
 
     def restart_clock(self) -> None:
         """Leave the time until now out of the next step's."""

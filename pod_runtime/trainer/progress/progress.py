@@ -173,6 +173,10 @@ class TrainingProgress:
         """
         self.best = with_best(self.best, best)
 
+    def forget_best(self, metric: str) -> None:
+        """The best checkpoint of a metric is gone."""
+        self.best = tuple(each for each in self.best if each.metric != metric)
+
     @property
     def epoch_is_over(self) -> bool:
         return self.batches.steps_left(self.cursor.offset) == 0

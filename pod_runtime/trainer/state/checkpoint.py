@@ -125,6 +125,7 @@ class CheckpointStore:
 
         One of this training, stage and step that is there already stays as it is: it is the same
         state, but for what the script did since that step, which it does again after a restore.
+        The best one of a metric is replaced, where its manifest says another value.
 
         Raises:
             InUseError: another training has taken the folder; nothing more was written.
@@ -136,11 +137,14 @@ class CheckpointStore:
             if self.owner is not None:
                 self.owner.check()
             if self.is_whole(made):
-                if self._is_of(made, host_state.status.run_id):
+                if not self._is_of(made, host_state.status.run_id):
+                    raise CheckpointError(
+                        f"{self.storage.name}/{made.folder}: not written: another training's is "
+                        f"there"
+                    )
+                if self._says_so(made):
                     return made
-                raise CheckpointError(
-                    f"{self.storage.name}/{made.folder}: not written: another training's is there"
-                )
+                self.storage.remove(f"{made.folder}/{MANIFEST}")  # half a folder is torn
         except OSError as error:  # nothing was begun: what is there may be whole
             raise self._not_written(made, error) from error
         try:
@@ -253,6 +257,11 @@ class CheckpointStore:
     def _is_of(self, each: CheckpointFolder, run_id: str) -> bool:
         """Whether a checkpoint is of this training; one of an older version says nothing."""
         return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
+
+    def _says_so(self, each: CheckpointFolder) -> bool:
+        """Whether the manifest of a checkpoint says what those of this store say besides."""
+        said = read_head(self.storage, each.folder)
+        return all(said.get(name) == value for name, value in self._head.items())
 
     def _clean(self, newest: CheckpointId, run_id: str) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""

@@ -1018,6 +1018,36 @@ def test_a_best_checkpoint_that_cannot_be_written_does_not_count(tmp_path, caplo
         loop.save_best("score", 1.0, mode="min")
 
 
+def test_a_better_model_at_the_same_step_takes_the_place_of_the_best_one(tmp_path, caplog):
+    def stored() -> tuple[float, list[float]]:
+        found = CheckpointStore(open_storage(str(tmp_path / "best" / "score"))).load_newest()
+        assert found is not None
+        spec = next(each for each in found[0].layout.specs if each.name == "model/weight")
+        manifest = json.loads(next((tmp_path / "best").rglob("manifest.json")).read_text())
+        return manifest["value"], np.frombuffer(found[0].data, "float32", 3, spec.offset).tolist()
+
+    loop, model = make(checkpoint=tmp_path, epochs=1)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((model(batch) ** 2).mean())
+            step.update()
+        mine = model.weight.numpy().copy()
+        loop.save_best("score", 1.0)
+        model.weight.set_value(np.full((3, 1), 7.0, "float32"))  # an average's, to evaluate it
+        loop.save_best("score", 2.0)
+        assert stored() == (2.0, [7.0, 7.0, 7.0])
+        model.weight.set_value(mine)
+        # What is there is kept until the new one is begun, and no longer.
+        place = tmp_path / "best" / "score" / "stage_00000001" / "step_0000000004"
+        (place / "train_status.json").unlink()
+        (place / "train_status.json").mkdir()
+        assert loop.save_best("score", 3.0).value == 3.0
+        assert "step 4 failed, training goes on" in caplog.text
+        assert loop.save_best("score", 1.5).value == 1.5, "the one before is gone, too"
+    assert stored() == (1.5, mine[:, 0].tolist())
+
+
 def test_a_reader_of_a_stream_is_asked_for_as_many_steps_as_was_said(tmp_path):
     asked = []
 

@@ -112,7 +112,7 @@ def cloud_reader(
             f"records_per_task: {records_per_task} makes {len(tasks)} tasks of these files, and a "
             f"queue keeps {MAX_TASKS}; take a larger number"
         )
-    name = queue or _queue_name(files, tasks, os.environ)
+    name = queue or queue_name(files, tasks, os.environ)
     try:
         spec = TaskQueueSpec(name=name, tasks=tasks, lease_s=lease_s, max_tries=max_tries)
         server.call(lambda api: api.make_queue(spec))
@@ -274,7 +274,7 @@ def _count(path: str, read: Read) -> int:
         ) from error
 
 
-def _queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str, str]) -> str:
+def queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str, str]) -> str:
     """Name the queue by the job, or by what the files are now: all trainers find the same name.
 
     A job that is submitted anew under its name has to read all of them again. Each of its nodes may

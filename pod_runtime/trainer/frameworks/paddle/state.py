@@ -30,15 +30,13 @@ from pod_runtime.trainer.frameworks.paddle.tensors import (
     running_statistics,
     to_plain,
 )
-from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
+from pod_runtime.trainer.frameworks.paddle.traits import MADE_ACCUMULATORS, PaddleTraits
 from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
 
 _MASTER = "master_weight"
 _SUFFIX = re.compile(r"_\d+\Z")
-# Which parameters have accumulators, as Paddle 3 and 2.6 spell it.
-_MADE_ACCUMULATORS = ("_already_create_accumulator", "_already_create_accumulater")
 
 
 class PaddleState(BaseState):
@@ -258,7 +256,7 @@ class PaddleOptimizer:
             for name in list(found):
                 if self._structured_name(found[name].name) not in specs:
                     del found[name]
-                    for made in _MADE_ACCUMULATORS:
+                    for made in MADE_ACCUMULATORS:
                         getattr(self._optimizer, made, set()).discard(name)
 
     def _fill(self, specs: Mapping[str, StateTensor], source: Any) -> bool:

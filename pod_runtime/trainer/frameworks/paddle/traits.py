@@ -13,10 +13,11 @@ from pod_runtime.trainer.frameworks.plain_values import as_json, is_plain
 
 _ALL = "layers"  # stands for all of them
 # What the framework itself changes, or what the state holds elsewhere.
+# Which parameters have accumulators, as Paddle 3 and 2.6 spell it.
+MADE_ACCUMULATORS = ("_already_create_accumulator", "_already_create_accumulater")
 _OF_OPTIMIZERS = frozenset(
     ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
-     "_sign", "_accumulators", "_accumulators_holder", "_already_create_accumulator",
-     "_already_create_accumulater",  # as Paddle 2.6 spells it
+     "_sign", "_accumulators", "_accumulators_holder", *MADE_ACCUMULATORS,
      "_auxiliary_vars", "_default_dict", "_learning_rate_map", "_master_grads", "_master_weights",
      "_opti_name_list", "_param_device_map", "_param_dict", "_param_groups", "_parameter_list")
 )  # fmt: skip

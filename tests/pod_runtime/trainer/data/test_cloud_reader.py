@@ -6,8 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.data import cloud_reader as module
-from pod_runtime.trainer.data.cloud_reader import cloud_reader, read_records, write_shards
+from pod_runtime.trainer.data.cloud_reader import (
+    cloud_reader,
+    queue_name,
+    read_records,
+    write_shards,
+)
 from pod_runtime.trainer.errors import UsageError
 
 
@@ -61,7 +65,7 @@ def test_copies_of_the_files_on_each_node_are_one_queue_in_a_job(tmp_path: Path)
     path.write_text("one\n")
 
     def name(environ: dict[str, str]) -> str:
-        return module._queue_name([str(path)], ["task"], environ)
+        return queue_name([str(path)], ["task"], environ)
 
     before, outside = name(job), name({})
     os.utime(path, (1.0, 1.0))  # as of another copy

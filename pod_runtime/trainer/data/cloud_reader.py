@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import secrets
 import socket
 import threading
@@ -523,7 +524,7 @@ def write_shards(
     """Write records into files `PREFIX-00000.npy`, for `cloud_reader`.
 
     As the original's `dataset.common.convert`, which wrote RecordIO; these are NumPy's files, which
-    anything reads.
+    anything reads. They take the place of all such files of this prefix that are there.
 
     Args:
         records: arrays or tuples of numbers, all of one shape.
@@ -551,4 +552,8 @@ def write_shards(
         written.append(path)
     if not written:
         raise UsageError("records: there are none")
+    ours = re.compile(re.escape(prefix) + r"-\d{5,}\.npy")
+    for path in set(where.iterdir()).difference(written):
+        if ours.fullmatch(path.name):
+            path.unlink()  # a reader would take it for one of these
     return written

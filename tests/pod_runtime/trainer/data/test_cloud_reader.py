@@ -25,6 +25,15 @@ def test_shards_hold_all_records_in_order_and_any_range_is_read(tmp_path):
     assert part[0].flags.owndata, "a record outlives its file"
 
 
+def test_fewer_shards_than_before_leave_none_of_those(tmp_path):
+    write_shards(range(12), tmp_path, "n", per_file=2)
+    strange = [tmp_path / name for name in ("n-00003.txt", "n-x.npy", "m-00005.npy")]
+    for path in strange:
+        path.touch()
+    files = write_shards(range(12), tmp_path, "n", per_file=5)
+    assert sorted(tmp_path.iterdir()) == sorted([*files, *strange])
+
+
 def test_any_other_file_has_a_record_in_each_line(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one\ntwo\r\nthrée\n")

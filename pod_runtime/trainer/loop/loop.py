@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from pod_runtime.activity import Doing
@@ -25,7 +26,7 @@ from pod_runtime.trainer.data.streams import (
 )
 from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
-from pod_runtime.trainer.frameworks.plain_values import as_list, to_float
+from pod_runtime.trainer.frameworks.plain_values import as_list, is_of_script, to_float
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
 from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
@@ -232,6 +233,7 @@ class Loop:
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
         self._has_come_to_steps = False  # and what the model is like is noted
+        self._enumerates = False  # the script counts what it is given as steps
         self._epoch: Epoch | None = None  # None: none was asked for
         self._number = Loop._before.number  # among those of this process
         env = TrainerEnv.read(os.environ)
@@ -694,6 +696,7 @@ class Loop:
         if not self._has_come_to_steps:
             self._has_come_to_steps = True
             self._warn_of_count("steps", "step.index or step.number")
+            self._enumerates = _enumerates(sys._getframe().f_back)
             self._framework.state.uncarried_changes()  # remembers what the model is like
         if self._steps is None:
             self._changes.note()
@@ -741,8 +744,8 @@ class Loop:
         frame = sys._getframe(1).f_back
         if frame is None or self.rank != 0:
             return
-        file, number = frame.f_code.co_filename, frame.f_lineno
-        if _COUNTS.search(linecache.getline(file, number)):
+        file, number, line = _line_of(frame)
+        if _COUNTS.search(line):
             logger.warning(
                 "%s:%d: enumerate counts the %s of this process, and begins anew in a trainer that "
                 "starts later; where more than a printed line depends on it, take %s",
@@ -825,6 +828,8 @@ class Loop:
             pass  # no other number suits these worlds better
         elif len(self._framework.step.optimizers) > 1:
             why = "the most trainers: with several optimizers no shard is measured"
+        elif self._enumerates:
+            why = "the most trainers: a step that measures would be one more for enumerate"
         elif self._reader_factory is not None or source.length is None:
             why = "the most trainers: streams and what comes by reader= are not read for measuring"
         elif source.length < sizes[1]:
@@ -926,6 +931,19 @@ class Loop:
         self._entered().stage.member.end_after_peer_lost(
             error, state_is_committed=step is None or not step.is_updated
         )
+
+
+def _line_of(frame: FrameType) -> tuple[str, int, str]:
+    """Return the file, the number and the text of the line that a frame is at."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return file, number, linecache.getline(file, number)
+
+
+def _enumerates(frame: FrameType | None) -> bool:
+    """Whether the script's line that leads to a frame counts, perhaps through a progress bar."""
+    while frame is not None and not is_of_script(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    return frame is not None and "enumerate(" in _line_of(frame)[2]
 
 
 def _show_log() -> None:

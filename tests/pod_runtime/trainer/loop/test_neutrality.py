@@ -377,3 +377,14 @@ def test_a_number_of_shards_that_a_script_was_told_stays(launch):
     assert stage.codes() == [0, 0], stage.logs()
     assert {said["promise"] for said in stage.wait_all("step")} == {"rounding, 3 shards"}
     assert "as the script asked for it before the first step" in stage.logs()
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_measured_where_a_script_counts_its_steps_by_enumerate(launch):
+    job = launch("counted.py", 3)
+    job.min_trainers = 1
+    stage = job.start(2)
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+    assert {said["promise"] for said in stage.wait_all("step")} == {"rounding, 3 shards"}
+    assert "would be one more for enumerate" in stage.trainers[0].log.read_text()

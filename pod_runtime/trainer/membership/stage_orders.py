@@ -22,7 +22,9 @@ class StageOrders:
         self._group = framework.group
         self._drawn: SampledOrders | None = None  # None: the data have no sampler of their own
         self._makes_batches = False
-        self._reader_counts = source.length is None and not source.is_stream
+        self._counts_steps = ""  # what has as many steps in an epoch as was said; "": nothing
+        if source.length is None:
+            self._counts_steps = "stream" if source.is_stream else "reader without a dataset"
         sampling = source.sampling
         if sampling is not None:
             steps = settings.steps_per_epoch
@@ -60,11 +62,11 @@ class StageOrders:
         """
         if policy != "linear" and batch_size == base_batch_size:
             return
-        if self._reader_counts:
+        if self._counts_steps:
             raise UsageError(
-                "policy: a reader without a dataset counts the steps of an epoch, which would be "
-                "others once batches have grown with the number of trainers; use "
-                "policy='fixed_global', or give the loop the dataset"
+                f"policy: a {self._counts_steps} counts the steps of an epoch, which would be "
+                f"others once batches have grown with the number of trainers; use "
+                f"policy='fixed_global', or give the loop a map-style dataset"
             )
         if self._makes_batches:
             assert self._drawn is not None

@@ -256,6 +256,11 @@ def test_a_sampler_that_was_edited_amid_an_epoch_is_refused_and_another_one_alwa
     ("train_set", "more", "text"),
     [
         (growing, {"policy": "linear"}, r"policy: the batch sampler Growing decides.*fixed_global"),
+        (
+            Stream,
+            {"policy": "linear", "batch_size": 6, "steps_per_epoch": 3},
+            "policy: a stream counts the steps of an epoch",
+        ),
         (growing, {"batch_size": 9}, "batch_size: Growing decides that"),
         (chosen, {"shuffle": True}, "shuffle: Chosen decides that"),
         (

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from distill_reader.backoff import backoff_s
 from distill_reader.errors import UsageError
 from distill_reader.student.batches.label_index import Keys, LabelIndex, mix
 from distill_reader.student.cache import label_space as space
@@ -55,6 +56,9 @@ _PASSING = frozenset(
 )  # fmt: skip
 _LOCK_WAIT_S = 2.0  # not longer: a label that is not stored is only asked for again
 _LOCK_LOOK_S = 0.005
+# The first pause then, and the longest: who holds it may have been stopped, for hours.
+_LOCK_PAUSE_S = (1.0, 60.0)
+_MEASURED_S = 1.0  # for so long it counts what the other folders had
 
 # Name, dtype and shape of each input of a sample; -1: samples differ in this length.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -153,7 +157,10 @@ class LabelStore:
         self._has_warned = False  # that not all labels are kept
         self._is_closed = True  # until it is open
         self._pid = os.getpid()
-        self._others_bytes: int | None = None  # size of the other folders; None: not measured yet
+        self._others_bytes = 0  # size of the other folders
+        self._measured_s = float("-inf")  # when that was measured
+        self._misses = 0  # of the lock that all processes share, in a row
+        self._locks_after_s = float("-inf")  # when to try it again
         self.folder = root
         self._opened: list[int] = []  # descriptors
         try:
@@ -215,13 +222,21 @@ class LabelStore:
         with NaN is not stored: what went wrong may pass, and is asked for again.
         """
         with self._lock:
-            if self._is_full or self._is_closed:
+            if self._is_full or self._is_closed or time.monotonic() < self._locks_after_s:
                 return 0
             try:
                 with self._exclusive():
+                    self._misses = 0
                     return self._append(keys, columns, tuple(served), inputs)
             except BlockingIOError:
-                logger.info("cache %s: another process holds it; labels are not kept", self.folder)
+                self._misses += 1
+                pause_s = backoff_s(self._misses, *_LOCK_PAUSE_S)
+                self._locks_after_s = time.monotonic() + pause_s
+                logger.warning(
+                    "cache %s: another process holds it; for %g s no labels are kept",
+                    self.folder,
+                    pause_s,
+                )
             except OSError as error:
                 self._is_full = True
                 logger.warning("cache %s: no more is kept: %s", self.folder, error)
@@ -380,12 +395,12 @@ class LabelStore:
     def _room_bytes(self, more_bytes: int) -> int:
         """Return for how many of `more_bytes` there is room."""
         own = sum(os.fstat(fd).st_size for fd in self._files.values())
-        if self._others_bytes is None:
-            self._others_bytes = space.used_bytes(self._root, besides=self.folder)
+        if time.monotonic() - self._measured_s >= _MEASURED_S:
+            self._measure()
         if own + self._others_bytes + more_bytes <= self._max_bytes:
             return more_bytes
         space.evict(self._root, self._max_bytes - own - more_bytes, besides=self.folder)
-        self._others_bytes = space.used_bytes(self._root, besides=self.folder)
+        self._measure()
         room = self._max_bytes - own - self._others_bytes
         if room >= more_bytes:
             return more_bytes
@@ -396,6 +411,11 @@ class LabelStore:
             self._max_bytes >> 20,
         )
         return max(0, room)
+
+    def _measure(self) -> None:
+        """Measure the other folders, which others may be writing as well."""
+        self._others_bytes = space.used_bytes(self._root, besides=self.folder)
+        self._measured_s = time.monotonic()
 
     # --- the header
 

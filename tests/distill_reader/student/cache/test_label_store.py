@@ -220,6 +220,17 @@ def test_a_full_cache_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("no more labels are kept") == 1
 
 
+def test_the_bound_holds_for_versions_that_are_written_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("distill_reader.student.cache.label_store._MEASURED_S", 0.0)
+    stores = [open_store(tmp_path, 100 * ROW_BYTES, version=str(each)) for each in range(3)]
+    for start in range(0, 200, 10):
+        for store in stores:
+            add(store, np.arange(start, start + 10))
+    assert sum(check(store, np.arange(200)) for store in stores) == 100
+
+
 def test_versions_that_nobody_uses_make_room_longest_unused_first(tmp_path: Path):
     max_bytes = 100 * ROW_BYTES
     folders = {}
@@ -253,7 +264,7 @@ def test_what_a_remover_left_that_was_killed_is_removed(tmp_path: Path):
 
 
 def test_a_process_that_holds_the_lock_and_stands_still_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("distill_reader.student.cache.label_store._LOCK_WAIT_S", 0.05)
     store = open_store(tmp_path)
@@ -262,6 +273,9 @@ def test_a_process_that_holds_the_lock_and_stands_still_stops_nobody(
         fcntl.flock(other, fcntl.LOCK_EX)
         assert add(store, [2]) == 0
         assert check(store, [1, 2]) == 1
+    assert add(store, [2]) == 0  # nor is each answer kept waiting for it
+    assert caplog.text.count("another process holds it; for 2 s no labels are kept") == 1
+    monkeypatch.setattr(store, "_locks_after_s", 0.0)
     assert add(store, [2]) == 1
 
 

@@ -350,7 +350,11 @@ class LabelStore:
             return mapped
         # Map all of the file, which may have grown further, to map less often while it grows.
         size = max(size, os.fstat(self._files[name]).st_size)
-        return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
+        try:
+            return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:  # over a network; a file that was cut off
+            text = f"cannot be mapped into memory ({error}): labels want a local disk"
+            raise OSError(errno.EIO, text, str(self.folder / name)) from error
 
     def _append(
         self, keys: Keys, columns: Sequence[Array], served: tuple[ServedOutput, ...], inputs: Inputs

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -355,6 +356,21 @@ def test_a_disk_that_cannot_be_read_any_more_leaves_a_student_without_a_cache(
     monkeypatch.setattr("os.pread", broken)
     assert check(store, [1]) == check(store, [1]) == add(store, [2]) == 0
     assert caplog.text.count(f"cache {store.folder}: Input/output error; the training") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENODEV, "No such device"), ValueError("length")])
+def test_files_that_cannot_be_mapped_leave_a_student_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error
+):
+    store = open_store(tmp_path)
+    add(store, [1])
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mmap.mmap", fail)
+    assert check(store, [1]) == check(store, [1]) == add(store, [2]) == 0
+    assert re.search("cannot be mapped .*labels want a local disk; the training goes", caplog.text)
 
 
 def test_a_full_disk_stops_the_keeping_and_nothing_else(

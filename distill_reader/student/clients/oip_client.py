@@ -35,6 +35,7 @@ _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
 _BYTES = "binary_tensor_data"  # the extension by which tensors go as bytes over HTTP
 _NOT_READ = frozenset({400, 415, 422, 500})  # HTTP statuses of a server that takes JSON alone
+_INVALID = 400  # HTTP's status of a request that the model does not take
 
 
 class OipGrpcClient:
@@ -84,6 +85,10 @@ class OipGrpcClient:
             answer = self._connection.call(f"{_SERVICE}ModelInfer", request, timeout_s=timeout_s)
         except ProtocolMismatch as error:
             raise TeacherGone(str(error)) from error
+        except BadRequest as error:
+            if type(error) is BadRequest:
+                _check_bounds(self, self._max_batch_size(timeout_s))
+            raise
         try:
             response = oip_messages.decode_response(answer)
         except BadRequest as error:
@@ -204,6 +209,8 @@ class OipHttpClient:
             "POST", f"{self._path}/infer", buffers, headers, timeout_s=timeout_s
         )
         if answer.status != 200:
+            if answer.status == _INVALID:
+                _check_bounds(self, self._max_batch_size(timeout_s))
             self._connection.refuse(self._explained(answer, timeout_s))
         self._has_answered = True
         try:
@@ -323,6 +330,19 @@ class _ServedVersion:
             raise
         except DistillError as error:
             raise TeacherGone(f"{self._endpoint}: its model has changed: {error}") from error
+
+
+def _check_bounds(client: OipGrpcClient | OipHttpClient, most: int | None) -> None:
+    """Check, after a refusal, that the model takes as many samples of a request as it did.
+
+    Raises:
+        TeacherGone: it does not, as once its configuration was changed: it must be read again.
+    """
+    if most != client.bounds.most_samples:
+        raise TeacherGone(
+            f"{client.endpoint}: the model takes {most or 'any number of'} samples of a request, "
+            f"and took {client.bounds.most_samples or 'any number'} before"
+        )
 
 
 def _only(endpoint: str, names: Sequence[str]) -> str:

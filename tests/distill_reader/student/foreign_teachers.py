@@ -140,6 +140,7 @@ class OipGrpcTeacher:
         credentials: grpc.ServerCredentials | None = None,  # None: no TLS
     ) -> None:
         self._models, self._typed, self._before = models, typed, before
+        self.max_batch_size = max_batch_size
         self.version = ""  # by which it says that it answers
         self.versions = ["1", "2"]  # that it lists
         self.metadata: list[dict[str, str]] = []  # of the calls
@@ -151,10 +152,7 @@ class OipGrpcTeacher:
             "ModelInfer": self._infer,
         }
         if max_batch_size is not None:
-            config = OIP["ModelConfig"](name="sums", max_batch_size=max_batch_size)
-            methods["ModelConfig"] = lambda _request, _context: OIP["ModelConfigResponse"](
-                config=config
-            )
+            methods["ModelConfig"] = self._configure
         if models is not None:
             methods["RepositoryIndex"] = self._list
         handlers = {
@@ -192,6 +190,10 @@ class OipGrpcTeacher:
             context.abort(grpc.StatusCode.NOT_FOUND, f"unknown model {name}")
         return OIP["ModelMetadataResponse"](**{**_METADATA, "versions": self.versions})
 
+    def _configure(self, _request: bytes, _context: Any) -> Any:
+        config = OIP["ModelConfig"](name="sums", max_batch_size=self.max_batch_size)
+        return OIP["ModelConfigResponse"](config=config)
+
     def _infer(self, message: bytes, context: Any) -> Any:
         self._before(context)
         request = OIP["ModelInferRequest"].FromString(message)
@@ -199,6 +201,9 @@ class OipGrpcTeacher:
             tensor.name: np.frombuffer(raw, _NUMPY[tensor.datatype]).reshape(tensor.shape)
             for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
         }
+        if self.max_batch_size and len(inputs["image"]) > self.max_batch_size:
+            text = f"inference request batch-size must be <= {self.max_batch_size} for 'sums'"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         response = OIP["ModelInferResponse"](
             model_name=request.model_name, model_version=self.version
         )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -543,6 +544,41 @@ def test_the_most_samples_of_a_request_are_what_the_models_configuration_says(ru
         client = connect(endpoint)
         assert client.bounds.most_samples == most
         client.close()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_a_model_that_takes_fewer_samples_than_it_did_is_asked_for_fewer(run, scheme: str):
+    most = 8
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path.endswith("/config"):
+            return 200, {}, json.dumps({"name": "sums", "max_batch_size": most}).encode()
+        if path.endswith("/infer"):
+            head = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+            if head["inputs"][0]["shape"][0] > most:
+                return 400, {}, b'{"error": "inference request batch-size must be <= 2"}'
+        return answer_oip(method, path, headers, body)
+
+    teacher = run(OipGrpcTeacher(max_batch_size=8) if scheme == "grpc" else HttpTeacher(answer))
+    asked = [feeds(8, number) for number in range(20)]
+    is_asked = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        nonlocal most
+        for number, one in enumerate(asked):
+            if number == 10:  # its configuration is changed, and connections stay
+                is_asked.wait(60)
+                most = teacher.max_batch_size = 2
+            yield one["image"][0], one["words"][0]
+
+    reader = DistillReader(["image", "words"], ["total"]).set_batch_generator(batches)
+    reader.set_fixed_teacher(f"{scheme}://{teacher.endpoint}/sums")
+    totals = []
+    for _, _, total in reader():
+        is_asked.set()
+        totals.append(total)
+    for total, one in zip(totals, asked, strict=True):
+        check({"total": total}, one)
 
 
 # --- Paddle Serving

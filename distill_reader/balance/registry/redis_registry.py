@@ -12,6 +12,7 @@ original's registrar leaves one behind if it dies between the two.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ _SCAN = 1000  # keys per call
 _DIGITS = 16
 _TURNS = 32  # teachers that are registered at once
 _WATCH_PAUSE_S = 0.5
+_SAY_S = 10.0  # on the channel: a proxy ends a connection on which nobody says anything for long
 _NEEDED = "Redis needs the package redis: pip install 'edl[redis]'"
 
 _PUT_STUDENT = """
@@ -232,9 +234,13 @@ class RedisRegistry:
         async with self._clients[self._at].pubsub() as channel:
             await channel.subscribe(_CHANNEL)
             at = self._at
+            said_s = time.monotonic()
             while at == self._at:
                 if await channel.get_message(timeout=1.0) is not None:
                     changed()
+                if time.monotonic() - said_s >= _SAY_S:
+                    said_s = time.monotonic()
+                    await channel.ping()
 
     async def close(self) -> None:
         """See Registry."""

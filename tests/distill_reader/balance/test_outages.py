@@ -180,6 +180,15 @@ def test_a_redis_that_has_lost_teachers_and_is_back_at_once_moves_nothing(redis_
     assert [list(student.told) for student in students] == before
 
 
+def test_the_connection_for_changes_is_never_silent_for_long(redis_server, run, monkeypatch):
+    """A proxy before Redis would end it, and Redis would count as away each time."""
+    monkeypatch.setattr("distill_reader.balance.registry.redis_registry._SAY_S", 0.1)
+    run(LocalDiscovery, redis_server.url)
+    admin = redis.Redis.from_url(redis_server.url, decode_responses=True)
+    wait_until(lambda: [each["cmd"] for each in admin.client_list(_type="pubsub")] == ["ping"])
+    admin.close()
+
+
 @pytest.mark.parametrize(
     ("setting", "refusing", "usual"),
     [

@@ -105,7 +105,8 @@ class Tries:
         return BadRequest(
             f"{what}: no teacher can compute it: {'; '.join([*self._texts, *map(str, refusals)])} "
             f"(tried {self._count} times). If teachers run out of memory: smaller "
-            "batches, or set_teacher_batch_size; if they need longer: set_timeout"
+            "batches, or set_teacher_batch_size; if they need longer: set_timeout, and the time "
+            "that gateways before them allow for an answer"
         )
 
     @property

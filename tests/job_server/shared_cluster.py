@@ -7,8 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.api.wire import JobState, JobStatus
-from tests.job_server.stories import Story, Submission
+from job_server.api.wire import (
+    JobState,
+    JobStatus,
+    NodeReport,
+    PodPhase,
+    SavePhase,
+    SaveState,
+)
+from tests.job_server.stories import Machine, Story, Submission
+from tests.job_server.world import node
 
 LONG = 4000  # steps
 
@@ -33,6 +41,36 @@ class SharedCluster(Story):
     def status(self, job_id: str) -> JobStatus:
         self.sync()
         return self.job(job_id).status
+
+    def bring(self, name: str, slots: int) -> None:
+        """Let a node come; before any job is added."""
+        made = replace(node(name, slots, job_id=None), folders=("train",))
+        self.machines[name] = Machine(made, self.now, client=False)
+
+    def leave(self, name: str) -> None:
+        """Let a node's client end: it writes what its pods hold, if it is to."""
+        for _, pod in self.pods(name):
+            if pod.phase is not PodPhase.EXITED:
+                pod.end(signal=15)
+        self.client_acts(name)
+        plan = self.service.engine.registry.get(name).plan.value
+        told = {pod.job_id for pod in plan if pod.last_save}
+        for job, pod in self.pods(name):
+            held, pod.snapshot, pod.holds = pod.snapshot, None, False
+            if held is not None and job.job.spec.job_id in told:
+                path = "/shared/checkpoint" if job.has_path else f"/{name}/run/checkpoint"
+                job.durable = max(job.durable, held.step) if job.has_path else job.durable
+                job.in_run_folders.add((name, held.stage, held.step))
+                pod.save = SaveState(
+                    id=0, phase=SavePhase.WRITTEN, stage=held.stage, step=held.step, path=path,
+                    spare=not job.has_path,
+                )  # fmt: skip
+        said = NodeReport(node_id=name, pods=self.states(name), leaving=True)
+        self.service.report_node(name, said)
+        self.machines[name].client, self.machines[name].server_id = False, ""
+        for job in self.jobs:
+            job.nodes[name].pods.clear()
+        self.sync()
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds

@@ -191,6 +191,9 @@ def choose_restore(work: Work) -> RestoreFrom | None:
     source, saved = newest_in_memory(job, silent), job.ending.saved
     if saved is None or (source is not None and age(saved) < age(source)):
         return source
+    goes_on = source is not None and any(p.usable and p.pod_id in source.pods for p in job.pods)
+    if goes_on and source and age(saved) == age(source) and _has_left(job, saved.node_id):
+        return source  # nobody has to wait for that node
     return RestoreFrom(
         stage=saved.stage,
         step=saved.step,
@@ -209,9 +212,18 @@ def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
     """
     source = newest_in_memory(job, but)
     saved = job.ending.saved
-    if source is None or job.done or (saved is not None and age(saved) >= age(source)):
+    if source is None or job.done:
         return None
-    return source
+    if saved is None or age(saved) < age(source):
+        return source
+    # The run folder of a node that the job has left may never be seen again.
+    is_far = saved.spare and _has_left(job, saved.node_id)
+    return source if is_far and age(saved) == age(source) else None
+
+
+def _has_left(job: Job, node_id: str) -> bool:
+    """Return whether no pod is on a node, as its client was ended, say."""
+    return all(pod.site.node_id != node_id for pod in job.pods)
 
 
 def unheard(job: Job) -> list[TrainingPod]:

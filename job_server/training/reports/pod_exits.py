@@ -103,8 +103,6 @@ def _apply_written(work: Work, pod: TrainingPod, state: SaveState) -> None:
     known = work.job.ending.saved
     if state.phase is not SavePhase.WRITTEN:
         return
-    if known is not None and age(known) >= age(state):
-        return
     saved = Saved(
         stage=state.stage,
         step=state.step,
@@ -113,6 +111,10 @@ def _apply_written(work: Work, pod: TrainingPod, state: SaveState) -> None:
         node_id=pod.site.node_id,
         spare=state.spare,
     )
+    if known is not None and (known == saved or age(known) > age(saved)):
+        return
+    if known is not None and age(known) == age(saved) and not state.id:
+        return  # as ordered it counts: the job has left the node that wrote it before
     work.set(ending=replace(work.job.ending, saved=saved))
     if state.id:
         where = f"the run folder of node {saved.node_id}: " if saved.spare else ""

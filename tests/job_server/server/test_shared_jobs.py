@@ -393,6 +393,36 @@ def test_a_job_does_not_start_elsewhere_once_the_node_that_has_its_state_is_back
     assert "began again" not in texts
 
 
+def test_a_job_goes_on_where_another_node_comes_for_one_that_has_left_with_the_state(cluster):
+    cluster.bring("d", 2)
+    cluster.add("one", 5, 5)
+    cluster.job("one").has_path = False
+    cluster.run(14)
+    assert cluster.sizes() == {"one": 5}
+    cluster.leave("a")
+    step = cluster.status("one").step
+    cluster.run(5)
+    assert cluster.status("one").state is JobState.WAITING
+    cluster.machines["d"].client = True
+    cluster.run(30)
+    assert cluster.sizes() == {"one": 5}
+    assert cluster.status("one").step > step
+    assert cluster.status("one").redone_steps <= 3  # those behind the newest snapshot
+
+
+def test_a_job_does_not_wait_for_a_node_whose_client_was_started_again_where_it_needs_none(cluster):
+    cluster.add("wall", 1, 1)
+    cluster.add("one", 2, 2)
+    for job_id in ("wall", "one"):
+        cluster.job(job_id).has_path = True
+    cluster.run(14)
+    assert set(cluster.job("one").status.allotment.nodes) == {"a", "b"}
+    cluster.leave("a")
+    cluster.machines["a"].client = True
+    cluster.run(20)
+    assert cluster.sizes() == {"wall": 1, "one": 2}
+
+
 def test_what_cannot_be_decided_keeps_nobody_else_from_the_server(cluster, monkeypatch):
     cluster.add("job", 1, 5)
     cluster.run(20)

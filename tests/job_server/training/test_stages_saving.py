@@ -297,6 +297,35 @@ def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
     assert f"from step {step} of stage 1, in /a/run/checkpoint" in "".join(made.reasons)
 
 
+def test_a_node_that_has_left_is_not_waited_for_where_another_holds_what_it_wrote():
+    made = world(slots=1)
+    made.has_path = False
+    trains(made)
+    made.client_leaves(made.nodes["a"])
+    saved = made.job.ending.saved
+    assert saved is not None
+    assert (saved.node_id, saved.spare) == ("a", True)
+    trains(made)
+    assert records(made)[-1].first_step == saved.step + 1
+    assert f"from step {saved.step} of stage 1, from memory" in "".join(made.reasons)
+
+
+def test_a_stop_writes_what_else_only_a_node_that_has_left_would_have():
+    made = world(slots=1, min_pods=2)
+    made.has_path = False
+    trains(made)
+    made.client_leaves(made.nodes["a"])
+    made.rounds(20)
+    assert made.job.state is JobState.WAITING
+    assert [pod.last_save for pod in views.node_pods(made.job)["b"]] == [True]
+    held = newest(made)
+    made.stop()
+    made.run_until(STOPPED)
+    saved = made.job.ending.saved
+    assert saved is not None
+    assert (saved.node_id, saved.step) == ("b", held)
+
+
 def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_away():
     made = ahead(world(keep_failed_s=100.0))
     made.full = {"path", "a", "b"}

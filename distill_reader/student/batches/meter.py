@@ -7,12 +7,18 @@ from dataclasses import dataclass, field
 
 _WINDOW_S = 8.0  # that measures cover
 _FRESH_S = 30.0  # so long after the last sample there are no measures any more
+# That of a teacher's speed is longer where it has fewer answers: each of a slow one would move it.
+_WINDOW_ANSWERS = 8
+_LEAST_ANSWERS = 4  # fewer tell no speed
 
 
 @dataclass(slots=True)
 class _Teacher:
+    began_s: float  # when its first request was counted
     samples: float = 0.0
+    answers: float = 0.0
     busy_s: float = 0.0
+    elapsed_s: float = 0.0  # in which these were counted
     flights: int = 0  # requests that it has now
     since_s: float = 0.0  # since when it has had some
 
@@ -31,7 +37,8 @@ class MeterReading:
 
     wait_share: float  # part of the consumer's time that it waits for predictions
     samples_per_s: float
-    teachers: dict[str, tuple[float, float]]  # endpoint -> samples per second, share of time busy
+    # endpoint -> samples per second, share of time busy (0: it has answered too little to tell)
+    teachers: dict[str, tuple[float, float]]
     unusable: tuple[str, ...]  # endpoints
 
 
@@ -70,7 +77,7 @@ class Meter:
         """Note that a teacher gets a request."""
         with self._lock:
             self._start()
-            known = self._sums.teachers.setdefault(teacher, _Teacher())
+            known = self._teacher(teacher)
             if not known.flights:
                 known.since_s = self._clock()
             known.flights += 1
@@ -78,8 +85,9 @@ class Meter:
     def answered(self, teacher: str, samples: int) -> None:
         """Note that a teacher is done with a request, and has answered so many samples of it."""
         with self._lock:
-            known = self._sums.teachers.setdefault(teacher, _Teacher())
+            known = self._teacher(teacher)
             known.samples += samples
+            known.answers += samples > 0
             self._count_busy(known, self._clock())
             known.flights = max(0, known.flights - 1)
 
@@ -96,10 +104,11 @@ class Meter:
                 self._forget()
                 return None
             sums = self._sums
-            sums.elapsed_s += now - self._read_s
-            self._read_s = now
+            before_s, self._read_s = self._read_s, now
+            sums.elapsed_s += now - before_s
             self._count_wait(now)
             for teacher in sums.teachers.values():
+                teacher.elapsed_s += now - max(before_s, teacher.began_s)
                 self._count_busy(teacher, now)
             if sums.elapsed_s <= 0:
                 return None
@@ -108,19 +117,25 @@ class Meter:
                 wait_share=min(1.0, sums.waited_s / elapsed_s),
                 samples_per_s=sums.samples / elapsed_s,
                 teachers={
-                    name: (each.samples / elapsed_s, min(1.0, each.busy_s / elapsed_s))
+                    name: _speed(each)
                     for name, each in sums.teachers.items()
-                    if each.samples
+                    if each.samples and each.elapsed_s > 0
                 },
                 unusable=self._unusable,
             )
-            self._fade()
+            self._fade(now)
             return reading
 
     def __reduce__(self) -> tuple[object, ...]:
         return Meter, ()  # another process's reader is fed by itself
 
     # --- with the lock
+
+    def _teacher(self, name: str) -> _Teacher:
+        known = self._sums.teachers.get(name)
+        if known is None:
+            known = self._sums.teachers[name] = _Teacher(self._clock())
+        return known
 
     def _start(self) -> None:
         if self._read_s is None:
@@ -141,7 +156,7 @@ class Meter:
             teacher.busy_s += now - teacher.since_s
             teacher.since_s = now
 
-    def _fade(self) -> None:
+    def _fade(self, now: float) -> None:
         """Scale the sums down to the length of the window, so that old times count less."""
         sums = self._sums
         if sums.elapsed_s <= _WINDOW_S:
@@ -151,16 +166,30 @@ class Meter:
         sums.waited_s *= part
         sums.samples *= part
         for name, teacher in list(sums.teachers.items()):
-            teacher.samples *= part
-            teacher.busy_s *= part
             if not teacher.flights and teacher.busy_s < 1e-3:
                 del sums.teachers[name]
+                continue
+            part = _WINDOW_S / max(teacher.elapsed_s, _WINDOW_S)
+            if teacher.flights or now - teacher.since_s < _WINDOW_S:  # else it is not asked now
+                part = max(part, _WINDOW_ANSWERS / max(teacher.answers, _WINDOW_ANSWERS))
+            teacher.samples *= part
+            teacher.answers *= part
+            teacher.busy_s *= part
+            teacher.elapsed_s *= part
 
     def _forget(self) -> None:
         flights = {name: each for name, each in self._sums.teachers.items() if each.flights}
         now = self._clock()
         for teacher in flights.values():
-            teacher.samples = teacher.busy_s = 0.0
+            teacher.samples = teacher.answers = teacher.busy_s = teacher.elapsed_s = 0.0
+            teacher.began_s = now
             teacher.since_s = now
         self._sums = _Sums(teachers=flights)
         self._read_s = now if flights else None
+
+
+def _speed(teacher: _Teacher) -> tuple[float, float]:
+    """Return samples per second, and the share of time busy."""
+    is_told = teacher.answers >= _LEAST_ANSWERS
+    busy = min(1.0, teacher.busy_s / teacher.elapsed_s) if is_told else 0.0
+    return teacher.samples / teacher.elapsed_s, busy

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 from dataclasses import asdict
@@ -72,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, metavar="FILE", help="CSV, or Philly's JSON")
     what.add_argument("--synthetic", type=int, metavar="N", help="make up so many jobs")
-    add("--load", type=float, default=0.9, help="of made-up jobs (0.9)")
-    add("--sigma", type=float, default=1.5, help="of their lognormal durations (1.5)")
+    add("--load", type=_amount, default=0.9, help="of made-up jobs (0.9)")
+    add("--sigma", type=_amount, default=1.5, help="of their lognormal durations (1.5)")
     add("--seed", type=int, default=0, help="of made-up jobs, and of the noise (0)")
     costs = USUAL_COSTS
     start_help = f"that a job loses by a start ({costs.start_s:g})"
     change_help = f"that a job loses by a change ({costs.change_s:g})"
-    add("--start_cost_s", type=float, default=costs.start_s, metavar="S", help=start_help)
-    add("--change_cost_s", type=float, default=costs.change_s, metavar="S", help=change_help)
+    add("--start_cost_s", type=_amount, default=costs.start_s, metavar="S", help=start_help)
+    add("--change_cost_s", type=_amount, default=costs.change_s, metavar="S", help=change_help)
     add("--json", action="store_true", help="print the figures as JSON")
     return parser
 
@@ -90,6 +91,13 @@ def _jobs(args: argparse.Namespace, slots: int) -> list[SimulatedJob]:
     if args.synthetic < 1:
         raise ConfigError(f"--synthetic: expected at least 1, got {args.synthetic}")
     return synthetic(args.synthetic, seed=args.seed, load=args.load, slots=slots, sigma=args.sigma)
+
+
+def _amount(text: str) -> float:
+    amount = float(text)
+    if not 0 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+    return amount
 
 
 def _nodes(text: str) -> list[NodeRoom]:

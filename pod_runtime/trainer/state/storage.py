@@ -1,6 +1,7 @@
 """Store checkpoints in a local folder or at any fsspec URL. Few verbs, so both behave alike."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -18,6 +19,9 @@ _SYNC_BYTES = 256 << 20
 
 _LOCK_S = 5.0  # longer than any holder needs, unless it was stopped while it held the lock
 _LOCK_PAUSE_S = 0.01
+
+# From file systems, as some over a network, that sync files and know no such thing for a folder.
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 
 
 def check_outlives_pod(path: str | os.PathLike[str], environ: Mapping[str, str]) -> None:
@@ -251,5 +255,8 @@ def _fsync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(fd)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import uuid
 from collections.abc import Callable
@@ -285,6 +286,27 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_
     writer.start(make_host_state(step=2))
     writer.finish()
     assert store.found() == [CheckpointId(1, 2)]
+
+
+@pytest.mark.parametrize(("refusal", "is_error"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_syncs_no_folders_keeps_checkpoints(
+    tmp_path, monkeypatch, refusal, is_error
+):
+    real = os.fsync
+
+    def sync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(refusal, os.strerror(refusal))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    store = CheckpointStore(open_storage(tmp_path / "ckpt"))
+    if is_error:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            store.write(make_host_state(step=1))
+    else:
+        store.write(make_host_state(step=1, fill=2.5))
+        assert fill_of(store) == 2.5
 
 
 def test_the_same_state_again_is_left_as_it_is(tmp_path):

@@ -12,9 +12,9 @@ from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found, attrib
 from pod_runtime.trainer.frameworks.plain_values import as_json, is_plain
 
 _ALL = "layers"  # stands for all of them
-# What the framework itself changes, or what the state holds elsewhere.
 # Which parameters have accumulators, as Paddle 3 and 2.6 spell it.
 MADE_ACCUMULATORS = ("_already_create_accumulator", "_already_create_accumulater")
+# What the framework itself changes, or what the state holds elsewhere.
 _OF_OPTIMIZERS = frozenset(
     ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
      "_sign", "_accumulators", "_accumulators_holder", *MADE_ACCUMULATORS,

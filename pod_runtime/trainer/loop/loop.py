@@ -218,7 +218,7 @@ class Loop:
             collate_fn=collate_fn,
             num_workers=num_workers,
             has_reader=reader is not None,
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=settings.accumulation_steps,
         )
         if self._source.length is None and steps_per_epoch is None:
             what = "a stream" if self._source.is_stream else "a reader without a dataset"

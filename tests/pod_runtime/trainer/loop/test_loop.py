@@ -1175,7 +1175,10 @@ def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_pa
 
 
 def test_whole_numbers_of_numpy_are_taken_as_pythons(tmp_path):
-    given = {"epochs": np.int64(1), "seed": np.uint8(3), "shards": np.int32(2)}
+    given = {
+        "epochs": np.int64(1), "seed": np.uint8(3), "shards": np.int32(2),
+        "accumulation_steps": np.int32(1),
+    }  # fmt: skip
     loop, model = make(batch_size=np.int64(6), checkpoint=str(tmp_path), **given)
     assert len(train(loop, model)) == 4
 

@@ -54,7 +54,8 @@ class Metrics:
         def add(name: str, kind: str, words: str, *values: tuple[str, float]) -> None:
             lines.append(f"# HELP {name} {words}")
             lines.append(f"# TYPE {name} {kind}")
-            lines.extend(f"{name}{labels} {value:g}" for labels, value in values)
+            # All digits: rounded, a counter of some weeks would stand still and then jump.
+            lines.extend(f"{name}{labels} {value:.15g}" for labels, value in values)
 
         add("edl_controller_leader", "gauge", "1: this one acts.", ("", float(self.leads)))
         for name, words in (

@@ -41,3 +41,13 @@ def test_a_place_where_it_cannot_listen_is_named(tmp_path, args: tuple[str, ...]
     (line,) = ended.stderr.splitlines()
     assert "--liveness_port: " in line
     assert all(arg.partition("=")[2] in line for arg in args)
+
+
+def test_a_counter_that_has_become_large_counts_on_by_ones():
+    metrics = Metrics()
+    metrics._counts["passes"] = 1_234_566  # of some weeks
+    metrics.took(123_456.25)
+    lines = metrics.text().splitlines()
+    assert "edl_controller_passes_total 1234567" in lines
+    assert "edl_controller_pass_seconds_total 123456.25" in lines
+    assert "edl_controller_leader 0" in lines

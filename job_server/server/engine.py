@@ -143,6 +143,11 @@ class Engine:
         # Those of them that have something to do. The others, which have ended, stay for people to
         # look at, and may be thousands: nothing that happens often is to pass through them.
         self.live: dict[str, JobEntry] = {}
+        # Those of them that hold slots or ports, and those of teachers. Very many may wait: what
+        # one sees of the nodes all do, and nothing is to cost the square of their number.
+        self._holders: dict[str, JobEntry] = {}
+        self._teaching: dict[str, JobEntry] = {}
+        self._seen_by_others = ClusterMemo()
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
@@ -519,7 +524,7 @@ class Engine:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self.plan_of(node_id))
         if entry.state.ended and not entry.job.pods:
-            self.live.pop(entry.spec.job_id, None)
+            self._leave_alone(entry.spec.job_id)
         self._pods += len(entry.job.pods) - entry.pods
         entry.pods = len(entry.job.pods)
         slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
@@ -531,8 +536,17 @@ class Engine:
             short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
+            if slots or ports:
+                self._holders[entry.spec.job_id] = entry
+            else:
+                self._holders.pop(entry.spec.job_id, None)
             self._held += 1
             self.slots_moved = True
+
+    def _leave_alone(self, job_id: str) -> None:
+        """Enter that a job has nothing to do any more."""
+        for entries in (self.live, self._teaching, self._holders):
+            entries.pop(job_id, None)
 
     def converge(self) -> None:
         """Step the jobs that may get slots, until no slot moves between jobs any more."""
@@ -578,26 +592,28 @@ class Engine:
         """Return the nodes as this job's placement sees them."""
 
         def others() -> tuple[list[Held], list[Held]]:
-            entries = [other for other in self.live.values() if other is not entry]
+            entries = [other for other in self._holders.values() if other is not entry]
             aside = self._aside.values()
             return (
                 [*(other.slots for other in entries), *map(job_types.slots_held, aside)],
                 [*(other.ports for other in entries), *map(job_types.ports_held, aside)],
             )
 
-        return self.registry.cluster(entry.seen, self._held, others)
+        holds = entry.spec.job_id in self._holders
+        seen = entry.seen if holds else self._seen_by_others
+        return self.registry.cluster(seen, self._held, others)
 
     def reservations(self) -> Reservations:
         """Return the slots that are reserved for trainings before teachers get any."""
-        jobs = [(entry, entry.job) for entry in self.live.values()]
-        teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
+        jobs = [entry.job for entry in self._teaching.values()]
+        teachers = [job for job in jobs if isinstance(job, TeacherJob)]
         if not teachers:
             return NO_RESERVATIONS
         trainings = [
             (job, self.cluster(entry))
-            for entry, job in jobs
+            for entry in self.live.values()
             # Whether one that has not begun is short of pods may depend on the time as well.
-            if isinstance(job, Job) and (entry.short_of or job.fresh)
+            if isinstance(job := entry.job, Job) and (entry.short_of or job.fresh)
         ]
         return reserve(trainings, teachers, self.now())
 
@@ -621,6 +637,8 @@ class Engine:
             written_at=now,
         )
         self.jobs[status.job_id] = self.live[status.job_id] = entry
+        if isinstance(job, TeacherJob):
+            self._teaching[status.job_id] = entry
         return entry
 
     def begin(self, entry: JobEntry) -> None:
@@ -646,7 +664,7 @@ class Engine:
             self._tell_followers(job_id)
         self.store.delete_job(job_id)
         del self.jobs[job_id]
-        self.live.pop(job_id, None)
+        self._leave_alone(job_id)
         self._pods -= entry.pods
         self._held += 1
         gone = NotFound(f"job_id: job {job_id!r} was deleted")

@@ -1,7 +1,9 @@
 """What the server lives through: full disks, defects, jobs that cannot be read, a late clock."""
 
+import cProfile
 import dataclasses
 import logging
+import pstats
 import subprocess
 import sys
 import textwrap
@@ -248,6 +250,48 @@ def test_jobs_that_have_ended_cost_nothing_when_nodes_and_pods_report(tmp_path, 
             assert set(looked_at) == {"digits"}
             assert set(service.engine.live) == {"digits"}
             assert len(service.job_ids()) == 21
+
+
+# --- a thousand jobs that wait -------------------------------------------------------------------
+
+
+def calls_of_a_submit(*, waiting: int) -> int:
+    """Return how many functions a submit calls where so many jobs wait for slots of five nodes."""
+    with open_service() as service:
+        for number in range(waiting):
+            service.submit(wire.JobSpec(job_id=f"job-{number}", max_pods=1, folder="x"))
+        for number in range(5):
+            ports = {"port_low": 21000 + 100 * number, "port_high": 21099 + 100 * number}
+            node = cpu_node(f"node-{number}", job_id=None, folders=("x",), **ports)
+            service.register(node)
+            service.report_node(node.node_id, wire.NodeReport(node_id=node.node_id))
+        assert sum(bool(status.pods) for status in service.statuses()) == 10
+        profile = cProfile.Profile()
+        profile.enable()
+        service.submit(wire.JobSpec(job_id="one-more", max_pods=1, folder="x"))
+        profile.disable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_a_job_more_costs_no_more_than_in_proportion_to_those_that_wait():
+    assert calls_of_a_submit(waiting=240) < 6 * calls_of_a_submit(waiting=60)
+
+
+def test_jobs_see_the_slots_of_each_other_as_taken_and_their_own_as_free():
+    with open_service() as service:
+        service.register(cpu_node(job_id=None, folders=("x",)))
+        for job_id in ("first", "second", "third", "fourth"):
+            service.submit(wire.JobSpec(job_id=job_id, max_pods=1, folder="x"))
+        engine = service.engine
+
+        def taken(job_id: str) -> set[int]:
+            (view,) = engine.cluster(engine.jobs[job_id]).nodes
+            return set(view.taken)
+
+        assert [taken(job_id) for job_id in ("first", "second", "third")] == [{1}, {0}, {0, 1}]
+        service.delete("first", discard=True)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a"))
+        assert [taken(job_id) for job_id in ("second", "third", "fourth")] == [{0}, {1}, {0, 1}]
 
 
 def test_a_job_that_is_being_deleted_is_not_taken_for_the_one_that_is_submitted():

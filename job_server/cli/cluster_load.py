@@ -62,9 +62,9 @@ def load_json(load: ClusterLoad, now: float) -> dict[str, Any]:
     return {**wire.encode(load), "running": dict(load.running), "at": now}
 
 
-def load_screen(load: ClusterLoad, sharing: wire.Sharing, server: str) -> list[str]:
-    """Return the lines that `edl top` paints in a terminal."""
-    at = datetime.fromtimestamp(sharing.now, UTC).astimezone()
+def load_screen(load: ClusterLoad, sharing: wire.Sharing, server: str, now: float) -> list[str]:
+    """Return the lines that `edl top` paints in a terminal. `now`: seconds since 1970."""
+    at = datetime.fromtimestamp(now, UTC).astimezone()
     lines = [f"{server}   {at:%H:%M:%S}   {slots_text(sharing)}", ""]
     lines += [load_line(None), load_line(load), ""]
     width = max((len(printable(node.node_id)) for node in sharing.nodes), default=0)

@@ -606,9 +606,9 @@ def _top(api: ApiClient, args: argparse.Namespace) -> None:
     while True:
         load = cluster_load(api.jobs(), api.nodes())
         if args.json:
-            print(json.dumps(load_json(load, api.health().now)), flush=True)
+            print(json.dumps(load_json(load, time.time())), flush=True)
         elif is_live:
-            _paint(load_screen(load, api.sharing(), api.url))
+            _paint(load_screen(load, api.sharing(), api.url, time.time()))
         else:
             print(load_line(load), flush=True)
         shown += 1

@@ -106,7 +106,8 @@ class JobEntry:
 def steady_clock() -> Callable[[], float]:
     """Return a clock of seconds since 1970 that never jumps while the server runs.
 
-    A wall clock that is set would otherwise look like an hour of silence of every node.
+    A wall clock that is set would otherwise look like an hour of silence of every node. From then
+    on, as after a sleep of the machine, this one is not the time of day.
     """
     offset = time.time() - time.monotonic()
     return lambda: time.monotonic() + offset
@@ -126,15 +127,19 @@ class Engine:
         heartbeat_s: float,
         max_watchers: int,
         now: Callable[[], float],
+        wall: Callable[[], float],
         sharing: str = "goodput",
     ) -> None:
         """Load what `store` holds, for start(). Jobs that cannot be read are put aside.
 
         Args:
+            now: by which all is decided; see `steady_clock`.
+            wall: the time of day, for people.
             sharing: the policy of `sharing.policies.POLICIES` by which jobs share the cluster.
         """
         self.server_id = uuid.uuid4().hex[:12]
         self.now = now
+        self.wall = wall
         self.store = store
         self.watchers = Watchers(max_watchers)
         self.lock = threading.RLock()
@@ -435,7 +440,7 @@ class Engine:
             number = entry.events.value + 1
             events = (
                 wire.JobEvent(
-                    number=number, at=now, job_id=job_id, stage=status.stage, text=reason
+                    number=number, at=self.wall(), job_id=job_id, stage=status.stage, text=reason
                 ),
             )
         forget |= entry.forget
@@ -463,7 +468,8 @@ class Engine:
         number, now = entry.events.value + 1, self.now()
         stage = job_types.job_status(entry.job, now, 0).stage
         job_id = entry.spec.job_id
-        noted = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
+        at = self.wall()
+        noted = wire.JobEvent(number=number, at=at, job_id=job_id, stage=stage, text=text)
         try:
             self.store.save_job(
                 job_id, wire.encode(entry.job), events=(noted,), forget=entry.forget

@@ -34,9 +34,9 @@ _EXPLAINED = 40  # shared jobs; of more, the page has the server's short reasons
 
 def page_context(service: JobService, version: str) -> dict[str, Any]:
     """Return the template's variables; the template escapes all of them."""
-    now = service.now()
+    now, wall = service.now(), service.wall()
     jobs = [
-        _job_context(status, service.last_events(status.job_id, SHOWN_EVENTS), now)
+        _job_context(status, service.last_events(status.job_id, SHOWN_EVENTS), now, wall)
         for status in service.statuses(SHOWN_ENDED)
     ]
     sharing = service.sharing()
@@ -52,7 +52,7 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
             for status in service.node_statuses()
         ],
         "refresh_s": REFRESH_S,
-        "now": f"{datetime.fromtimestamp(now, UTC).astimezone():%Y-%m-%d %H:%M:%S}",
+        "now": f"{datetime.fromtimestamp(wall, UTC).astimezone():%Y-%m-%d %H:%M:%S}",
         "server_id": service.server_id,
         "version": version,
     }
@@ -77,7 +77,9 @@ def _queue_context(sharing: wire.Sharing) -> list[dict[str, Any]]:
     return rows
 
 
-def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float) -> dict[str, Any]:
+def _job_context(
+    status: wire.JobStatus, events: list[wire.JobEvent], now: float, wall: float
+) -> dict[str, Any]:
     account = status.account
     total = account.total_s
     good = account.training_s + account.preparing_s
@@ -99,7 +101,7 @@ def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float
         "stages": [_stage_context(record) for record in status.stages[-SHOWN_STAGES:][::-1]],
         "more_stages": max(len(status.stages) - SHOWN_STAGES, 0),
         "events": [
-            {"ago": duration(now - event.at), "stage": event.stage, "text": event.text}
+            {"ago": duration(wall - event.at), "stage": event.stage, "text": event.text}
             for event in reversed(events)
         ],
     }

@@ -4,6 +4,7 @@ Most answers are bodies that are ready to send, so that many watchers cost one s
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,7 +50,7 @@ class JobService:
         """Load what `store` holds.
 
         Args:
-            now: seconds since 1970, never going back; None: as usual.
+            now: seconds since 1970, never going back; None: as usual. It is also the time of day.
             sharing: the policy by which jobs share the cluster.
         """
         self.engine = Engine(
@@ -57,11 +58,13 @@ class JobService:
             heartbeat_s=heartbeat_s,
             max_watchers=max_watchers,
             now=now or steady_clock(),
+            wall=now or (lambda: time.time()),
             sharing=sharing,
         )
         self.tasks = TaskService(store, self.engine.now)
         self.server_id = self.engine.server_id
         self.now = self.engine.now
+        self.wall = self.engine.wall
         self.start = self.engine.start
         self.close = self.engine.close
         self.clock_trouble = self.engine.clock_trouble
@@ -107,7 +110,8 @@ class JobService:
                 engine.check_share(spec)
             now = self.now()
             job = job_types.new_job(spec, now, legacy_nodes=legacy_nodes)
-            event = wire.JobEvent(number=1, at=now, job_id=spec.job_id, stage=0, text="submitted")
+            at = self.wall()
+            event = wire.JobEvent(number=1, at=at, job_id=spec.job_id, stage=0, text="submitted")
             engine.store.save_job(spec.job_id, wire.encode(job), events=(event,))
             entry = engine.add(job, last_event=event.number)
             engine.begin(entry)

@@ -76,13 +76,14 @@ def test_a_screen_shows_who_has_the_slots_of_each_node_and_the_queue():
     sharing = cluster(
         shared_job("train-a", 4, min_pods=4), shared_job("b", min_pods=4), nodes=(node,)
     )
-    lines = load_screen(cluster_load([], []), sharing, "http://here")
+    lines = load_screen(cluster_load([], []), sharing, "http://here", NOW)
     assert "8 slots on 1 node: 4 of shared jobs, 1 of others, 2 kept free" in lines[0]
     assert f"a  {16 * '█'}{4 * '▒'}{12 * '·'}  5 of 8, shared jobs may have 5" in lines
     assert any(line.startswith("train-a  0         RUNNING  4 (4 to 8)") for line in lines)
     use = wire.NodeLoad(cpu_milli=3100, memory_used_mb=12_000, memory_total_mb=64_000)
-    busy = load_screen(cluster_load([], [a_node(cpu_node("a"), load=use)]), sharing, "")
+    busy = load_screen(cluster_load([], [a_node(cpu_node("a"), load=use)]), sharing, "", NOW)
     assert any(line.endswith("may have 5   3.1 cores, 12.0 of 64 GB") for line in busy)
-    empty = load_screen(cluster_load([], []), cluster(nodes=(shared_node(alive=False),)), "")
+    alone = cluster(nodes=(shared_node(alive=False),))
+    empty = load_screen(cluster_load([], []), alone, "", NOW)
     assert "no node can be reached" in empty[0]
     assert "no job shares the cluster" in empty[-1]

@@ -252,6 +252,23 @@ def test_jobs_that_have_ended_cost_nothing_when_nodes_and_pods_report(tmp_path, 
             assert len(service.job_ids()) == 21
 
 
+# --- a machine that slept, or whose clock was set ------------------------------------------------
+
+
+def test_events_and_the_page_have_the_time_of_day_after_the_machine_has_slept(monkeypatch):
+    with open_service() as service:
+        service.submit(SPEC)
+        (before,) = service.last_events("digits", 9)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 8 * 3600)
+        service.ask("digits", StopAsked())
+        events = service.last_events("digits", 9)
+        assert events[0] == before
+        assert all(28_000 < event.at - before.at < 29_000 for event in events[1:])
+        page = browse(service).get("/").text
+        assert '<tr><td>8 h 0 min</td><td></td><td class="text">submitted</td></tr>' in page
+
+
 # --- a thousand jobs that wait -------------------------------------------------------------------
 
 

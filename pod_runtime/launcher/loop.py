@@ -66,6 +66,7 @@ from pod_runtime.shim_wire import CLAIM, REFUSED, LineSocket, ShimError, connect
 logger = logging.getLogger(__name__)
 
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
+_SAME_STOP_S = 2.0  # within which a second signal says nothing new
 _CONSOLE_S = 2.0
 _USAGE_ERROR = "pod_runtime.trainer.errors.UsageError"  # as failure policies know it
 _LOST_WORKER = re.compile(r"worker.*(kill|exit)", re.IGNORECASE)  # of a framework's data loader
@@ -104,6 +105,7 @@ class Launcher:
         )
         self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
+        self._stopped_at: float | None = None  # monotonic, by the first signal; None: by none
         self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
         self._inbox: queue.SimpleQueue[LinkEvent | _StacksTaken] = queue.SimpleQueue()
         self._oom = OomWatch()
@@ -205,6 +207,12 @@ class Launcher:
         self._pool.sweep()
 
     def _on_stop(self, signum: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
+        elif now < self._stopped_at + _SAME_STOP_S:
+            # Who ends a whole unit (systemd, Slurm) signals the shim as well, which passes it on.
+            return
         again = self._pod.leaving is not None
         logger.info("%s: %s", signum.name, "killing the trainers" if again else "ending")
         leaving = state.Leaving(code=128 + signum, reason=signum.name, at_once=again)

@@ -697,6 +697,35 @@ def test_sigterm_ends_trainers_and_launcher_with_143(server, make_pod):
     wait_until(lambda: not pod.living())
 
 
+SAVES_AT_THE_END = """
+import signal, sys, time
+from pathlib import Path
+
+def save(number, frame):
+    time.sleep(1)
+    Path("saved").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("trains", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_script_has_its_grace_where_all_processes_get_sigterm_at_once(server, make_pod, tmp_path):
+    pod = make_pod(grace_s=30.0)
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES_AT_THE_END)
+    pod.start(script=str(script))
+    server.say(make_plan(1, Order.START, (pod.part(),), way=Way.START))
+    wait_until(lambda: "trains" in pod.log(0, 1))
+    for pid in sorted(pod.living()):  # as systemd ends a unit, and Slurm a job step
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: read_exit(pod.dir) is not None, what="the pod has ended")
+    assert (pod.work / "saved").exists()
+    wait_until(lambda: not pod.living())
+
+
 @pytest.mark.parametrize("victim", ["launcher", "shim"])
 def test_no_trainer_survives_the_death_of(server, make_pod, victim):
     pod = make_pod(slots=2, grace_s=1.0)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -12,6 +13,9 @@ from pod_runtime.trainer.state.storage import Storage
 logger = logging.getLogger(__name__)
 
 _STAGE = re.compile(r"stage_(\d{8,})\Z")
+_AWAY_S, _AGAIN_S = 60.0, 2.0  # for which what cannot be read is tried again, and how often
+# Errors of a file or its rights, which will not change by themselves.
+_LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 class CheckpointFolder(Protocol):
@@ -50,25 +54,29 @@ def newest_intact(
     Those that are refused on the way are logged with the reason. If all are refused, it looks
     again: a writer that is still alive may have replaced them meanwhile.
 
+    One that cannot be read for a moment, as its object store or file server is away, is no damaged
+    one: to take an older one at once would throw away what was trained since. It is tried again.
+
     Args:
         find: returns the folders, whole or torn, oldest first.
         load: reads and verifies one; raises FileNotFoundError(MANIFEST) where it is torn.
 
     Raises:
-        CheckpointError: there are complete checkpoints, and none is intact: to start afresh
-            now would throw the training away silently.
+        CheckpointError: there are complete checkpoints, and none is intact, or can be read: to
+            start afresh now would throw the training away silently.
     """
-    folders = find()
+    folders, patience = find(), _Patience()
     while True:
-        refused = []
+        refused, is_away = [], False
         for each in reversed(folders):
             try:
-                state = load(each)
+                state = patience.load(each, load)
             except (CheckpointError, StateError, OSError, ValueError) as error:
                 if isinstance(error, FileNotFoundError) and str(error) == MANIFEST:
                     logger.info("checkpoint %s is not complete; skipped", each.folder)
                     continue
                 refused.append(f"{each.folder}: {error}")
+                is_away |= isinstance(error, OSError)
                 logger.error("checkpoint %s refused: %s", each.folder, error)
             else:
                 if refused:
@@ -78,10 +86,41 @@ def newest_intact(
             return None
         before, folders = folders, find()
         if folders == before:  # else a writer that is still alive has cleaned up meanwhile
+            what, remedy = "is intact", "repair it"
+            if is_away:
+                what, remedy = "can be read", "bring it back"
             raise CheckpointError(
-                f"{storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
-                f"repair it, or start afresh with another checkpoint path"
+                f"{storage.name}: none of its checkpoints {what} ({'; '.join(refused)}); "
+                f"{remedy}, or start afresh with another checkpoint path"
             )
+
+
+class _Patience:
+    """Waits for checkpoints that cannot be read: for all of them together no longer than once."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None  # by time.monotonic(); None: all could be read so far
+
+    def load(self, each: F, load: Callable[[F], T]) -> T:
+        """Return what `load(each)` does, which is called again as long as it may still succeed."""
+        has_told = False
+        while True:
+            try:
+                return load(each)
+            except _LASTING:
+                raise
+            except OSError as error:
+                now = time.monotonic()
+                self._until = now + _AWAY_S if self._until is None else self._until
+                if now >= self._until:
+                    raise
+                if not has_told:
+                    logger.warning(
+                        "checkpoint %s cannot be read, trying again for %g s: %s",
+                        each.folder, self._until - now, error,
+                    )  # fmt: skip
+                has_told = True
+            time.sleep(_AGAIN_S)
 
 
 def remove_older(

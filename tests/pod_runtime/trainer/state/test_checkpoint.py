@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.progress.best import BestCheckpoint
+from pod_runtime.trainer.state import stage_folders
 from pod_runtime.trainer.state.best_checkpoints import best_store, read_best
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
@@ -112,6 +113,62 @@ def test_without_any_intact_one_training_does_not_silently_begin_afresh(tmp_path
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of its checkpoints is intact.*another check"):
         store.load_newest()
+
+
+class Away:
+    """A storage of which some files cannot be read for a while."""
+
+    def __init__(self, inner: Storage, name: str, times: int, error: OSError) -> None:
+        self.name, self.folders, self.files = inner.name, inner.folders, inner.files
+        self.write, self.commit, self.remove = inner.write, inner.commit, inner.remove
+        self._inner, self._name, self._error = inner, name, error
+        self.left = times
+
+    def read(self, path: str) -> bytes:
+        if path.endswith(self._name) and self.left:
+            self.left -= 1
+            raise self._error
+        return self._inner.read(path)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), OSError("EndpointConnectionError: away")]
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_waited_for(
+    storage, caplog, monkeypatch, name, error
+):
+    monkeypatch.setattr(stage_folders, "_AGAIN_S", 0.01)
+    store = CheckpointStore(storage)
+    store.write(make_host_state(step=1, fill=1.0))
+    made = store.write(make_host_state(step=2, fill=2.0))
+    away = Away(storage, f"{made.folder}/{name}", 3, error)
+    assert fill_of(CheckpointStore(away)) == 2.0, "what was trained since is not thrown away"
+    assert away.left == 0
+    assert caplog.text.count("step_0000000002 cannot be read, trying again for 60 s") == 1
+
+
+def test_one_that_stays_unreadable_is_passed_over_and_none_that_can_be_read_is_said(
+    storage, caplog, monkeypatch
+):
+    monkeypatch.setattr(stage_folders, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(stage_folders, "_AWAY_S", 0.05)
+    store = CheckpointStore(storage)
+    store.write(make_host_state(step=1, fill=1.0))
+    made = store.write(make_host_state(step=2, fill=2.0))
+    bad = OSError(errno.EIO, "Input/output error")  # of a sector, say
+    away = Away(storage, f"{made.folder}/model.safetensors", 10**6, bad)
+    assert fill_of(CheckpointStore(away)) == 1.0
+    assert "falling back to checkpoint stage_00000001/step_0000000001" in caplog.text
+    # A file's rights do not change by themselves.
+    denied = Away(storage, f"{made.folder}/model.safetensors", 1, PermissionError("no"))
+    assert fill_of(CheckpointStore(denied)) == 1.0
+    away = Away(storage, "model.safetensors", 10**6, bad)
+    text = (
+        "none of its checkpoints can be read .*Input/output error.*; bring it back, or start afresh"
+    )
+    with pytest.raises(CheckpointError, match=text):
+        CheckpointStore(away).load_newest()
 
 
 def test_a_folder_without_a_manifest_was_never_committed(storage, caplog):

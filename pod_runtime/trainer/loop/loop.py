@@ -590,7 +590,7 @@ class Loop:
                             epoch=self.epoch,
                             rank=self.rank,
                             world_size=self.world_size,
-                            meet=self._meet_between_steps,
+                            meet=self._meet,
                         )
                 except StageChanged as change:
                     self._move(change.start)
@@ -860,15 +860,18 @@ class Loop:
             logger.info("promise: %s%s", progress.promise, why and f" ({why})")
         self._steps = self._make_steps(replace(stage, worlds=None))
 
-    def _meet_between_steps(self) -> None:
-        self._entered().stage.member.activity.live()
-        # Within a step the update is made and not committed: no state to put away. The cut waits.
-        if self._open_step is None:
-            # A trainer that comes new into the stage begins with the first evaluation, or best
-            # checkpoint, after the last committed step; so must those who move.
-            steps = self._entered()
-            may_move = steps.came_together_at != steps.stage.progress.version
-            steps.stage.member.meet(may_move=may_move)
+    def _meet(self) -> None:
+        """Meet the other ranks amid an evaluation: who waits long for one takes it for lost."""
+        steps = self._entered()
+        member = steps.stage.member
+        member.activity.live()
+        if self._open_step is not None:
+            # The update is made and not committed: there is no state to put away. A cut waits.
+            member.any_of_us(False)
+            return
+        # A trainer that comes new into the stage begins with the first evaluation, or best
+        # checkpoint, after the last committed step; so must those who move.
+        member.meet(may_move=steps.came_together_at != steps.stage.progress.version)
 
     # --- the end
 

@@ -865,6 +865,19 @@ def test_an_evaluation_reads_by_the_workers_of_its_loader():
             evaluate(15, workers)
 
 
+def test_trainers_meet_at_each_batch_of_an_evaluation_within_a_step_too(monkeypatch):
+    loop, model = make()
+    met: list[bool] = []
+    for step in next(iter(loop.epochs())):
+        for batch in step:
+            step.backward(model(batch).mean())
+        step.update()
+        monkeypatch.setattr(this_stage().member, "any_of_us", lambda mine: met.append(mine))
+        loop.evaluate(DATA, lambda batch: {"n": len(batch)}, batch_size=7)
+        break
+    assert met == [False] * 3, "one that is slower by half a minute in all is not taken for lost"
+
+
 def test_a_loader_that_leaves_samples_out_is_not_evaluated_as_if_it_were_the_set():
     loop, _model = make()
 

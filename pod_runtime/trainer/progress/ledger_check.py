@@ -309,7 +309,15 @@ def _check_epochs(
         samples = orders.samples(epoch, entry)
         if at > samples and not run.drop_last:
             gaps.append(Gap(epoch=epoch, start=samples, stop=at, times=1))
-        if _reaches_end(orders, entry, epoch, at):
+        # A stage whose batches are larger than what was left has ended it without a step.
+        following = by_epoch.get(epoch + 1)
+        last = following[0].stage if following else max(kept)
+        batch_size = max(
+            each.batch_size
+            for each in kept.values()
+            if each is entry or entry.stage < each.stage <= last
+        )
+        if _reaches_end(orders, replace(entry, batch_size=batch_size), epoch, at):
             complete = epoch + 1 if complete == epoch else complete
         elif epoch < last_epoch:
             gaps.append(Gap(epoch=epoch, start=at, stop=samples, times=0))

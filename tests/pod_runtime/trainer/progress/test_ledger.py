@@ -259,6 +259,26 @@ def test_what_was_drawn_is_proven_with_short_batches_and_batches_of_other_sizes(
         assert (result.undrawn, result.complete_epochs > 2) == ((), True)
 
 
+@pytest.mark.parametrize("steps", [12, 13, 14])
+def test_an_epoch_may_end_as_batches_have_grown_beyond_what_is_left_of_it(tmp_path, capsys, steps):
+    run = replace(RUN, drop_last=True)
+    status = fresh_status(run=run, batch_size=7, shards=4, reference_world=1)
+    # 16 samples, 9 or 2 are left of the epoch, and batches of 28 follow: of a stage that makes no
+    # step, and of one that goes on with the next epoch.
+    for number, (world, more) in enumerate([(1, steps), (4, 0), (4, 5)], 1):
+        scaling = scaling_for(status, "linear", world_size=world, warmup_steps=0)
+        progress = TrainingProgress(status, scaling, stage=number, steps_per_epoch=None)
+        OPENED.append(LedgerFile(tmp_path))
+        came_from = (status.stage, status.step) if status.stage else None
+        progress.begin_stage(came_from, OPENED[-1])
+        status = train(progress, more)
+        result = judge(tmp_path)
+        assert result.is_proven, (result.problems, result.gaps)
+        assert result.complete_epochs == (0, 1, 2)[number - 1] + (steps == 14 and number == 1)
+    assert verify([str(tmp_path)]) == 0
+    assert "but for each last batch (drop_last)" in capsys.readouterr().out
+
+
 def test_steps_of_an_earlier_version_are_read_and_named_as_not_proven_to_the_last(tmp_path, capsys):
     status = train(begin(FRESH, 1, tmp_path), 13, seeds=())
     path = tmp_path / "ledger.jsonl"

@@ -55,6 +55,7 @@ _OF_A_TRAINER = frozenset(
         "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "EDL_STAGE", "EDL_RUN_DIR", CHANNEL,
     }
 )  # fmt: skip
+OF_A_LAUNCHER = _OF_A_POD | _OF_A_TRAINER  # what no process has that a launcher has not started
 
 
 class EnvError(ValueError):

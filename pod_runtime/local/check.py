@@ -17,14 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pod_runtime.env import OF_A_LAUNCHER
 from pod_runtime.trainer_main import explain_import, place_of
 
 _OWN = ("edl", "pod_runtime", "paddle_edl")
-# What a launcher has set: the rehearsal is a world of one.
-_HIDDEN = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-)
-_HIDDEN_PREFIXES = ("EDL_", "PADDLE_")
 _GUIDE = "docs/training-scripts.md"
 
 
@@ -60,9 +56,8 @@ def _rehearse(script: Path, argv: list[str], shards: int) -> int:
     from pod_runtime.trainer.loop.loop import Loop, explain_error
     from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
 
-    for name in list(os.environ):
-        if name in _HIDDEN or name.startswith(_HIDDEN_PREFIXES):
-            del os.environ[name]
+    for name in OF_A_LAUNCHER:  # the rehearsal is a world of one
+        os.environ.pop(name, None)
     rehearsal = Rehearsal(shards)
     Loop.rehearse(rehearsal)
     warnings, logger = _Warnings(), logging.getLogger("pod_runtime")

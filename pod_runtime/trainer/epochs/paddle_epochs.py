@@ -11,7 +11,7 @@ import paddle.distributed as dist
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.checks import unowned_parameters
 from pod_runtime.trainer.frameworks.paddle.gradients import own_buffers
-from pod_runtime.trainer.frameworks.paddle.state import PaddleState
+from pod_runtime.trainer.frameworks.paddle.state import PaddleState, load_scheduler
 from pod_runtime.trainer.frameworks.paddle.tensors import from_plain, to_plain
 from pod_runtime.trainer.layout import StateLayout, make_layout, missing_and_surplus
 
@@ -71,7 +71,7 @@ class ProgramState:
             array = np.frombuffer(piece, spec.dtype).reshape(spec.shape)
             tensors[spec.name.removeprefix("model/")].set(array.copy(), self._place)
         if self._scheduler is not None and "lr_scheduler" in scalars:
-            self._scheduler.set_state_dict(from_plain(scalars["lr_scheduler"]))
+            load_scheduler(self._scheduler, from_plain(scalars["lr_scheduler"]))
 
     def _tensors(self) -> dict[str, Any]:
         try:

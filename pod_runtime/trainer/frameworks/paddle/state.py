@@ -30,7 +30,7 @@ from pod_runtime.trainer.frameworks.paddle.tensors import (
     running_statistics,
     to_plain,
 )
-from pod_runtime.trainer.frameworks.paddle.traits import MADE_ACCUMULATORS, PaddleTraits
+from pod_runtime.trainer.frameworks.paddle.traits import MADE_ACCUMULATORS, RESTARTS, PaddleTraits
 from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
@@ -205,7 +205,7 @@ class PaddleOptimizer:
         """Take over scheduler or learning rate."""
         scheduler = self._scheduler()
         if scheduler is not None:
-            scheduler.set_state_dict(from_plain(scalars["lr_scheduler"]))
+            load_scheduler(scheduler, from_plain(scalars["lr_scheduler"]))
         elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
             self._optimizer.set_lr(scalars["lr"])
 
@@ -277,6 +277,15 @@ class PaddleOptimizer:
         for name, tensor in live.items():
             fill(tensor, source, specs[name])
         return True
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Have a scheduler go on from what its `state_dict` gave."""
+    scheduler.set_state_dict(state)
+    if isinstance(scheduler, RESTARTS):
+        rate = scheduler.last_lr
+        scheduler.step(scheduler.last_epoch)
+        scheduler.last_lr = rate
 
 
 def optimizer_parameters(optimizer: Any) -> list[Any]:

@@ -22,6 +22,9 @@ _OF_OPTIMIZERS = frozenset(
      "_opti_name_list", "_param_device_map", "_param_dict", "_param_groups", "_parameter_list")
 )  # fmt: skip
 _OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
+# Whose place in a cycle follows from how far it has come, and is in no state of Paddle's.
+RESTARTS: Any = getattr(paddle.optimizer.lr, "CosineAnnealingWarmRestarts", ())
+_PLACE = frozenset(("T_cur", "T_i"))
 _FLAGS = ("stop_gradient", "need_clip", "learning_rate")  # of a parameter
 _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
@@ -153,7 +156,9 @@ class PaddleTraits(BaseTraits):
         skipped = self._OF_LAYERS if kind == "layer" else self._OF_OPTIMIZERS
         if kind.startswith("scheduler"):
             thing.state_keys()
-            skipped = _OF_SCHEDULERS.union(thing.keys)
+            skipped = _OF_SCHEDULERS.union(
+                thing.keys, _PLACE if isinstance(thing, RESTARTS) else ()
+            )
         found = {
             name: as_json(value)
             for name, value in attributes(thing).items()

@@ -168,6 +168,34 @@ def test_a_program_that_crashes_and_starts_again_trains_every_epoch_and_none_in_
         np.testing.assert_array_equal(got, expected)  # the momentum was there, too
 
 
+def test_a_cosine_with_warm_restarts_goes_on_in_its_cycle(tmp_path, restart):
+    def make() -> Training:
+        made = Training()
+        restarts = paddle.optimizer.lr.CosineAnnealingWarmRestarts
+        made.schedule = restarts(0.5, T_0=2, T_mult=3)
+        made.optimizer = paddle.optimizer.Momentum(
+            made.schedule, parameters=made.model.parameters()
+        )
+        return made
+
+    def next_rates(training: Training) -> list[float]:
+        rates = []
+        for epoch in range(12):
+            rates.append(training.optimizer.get_lr())
+            training.epoch(epoch)
+        return rates
+
+    for epochs in range(1, 12):
+        restart()
+        before, after, path = make(), make(), tmp_path / str(epochs)
+        for epoch in range(epochs):
+            before.epoch(epoch)
+        save_checkpoint(None, path, train_status=TrainStatus(epochs - 1), **before.state)
+        restart()
+        assert load_checkpoint(None, path, **after.state) == TrainStatus(epochs - 1)
+        assert next_rates(after) == pytest.approx(next_rates(before), rel=1e-12), epochs
+
+
 def test_the_newest_ones_stay_and_the_rest_goes(tmp_path):
     train_as_the_original((str(tmp_path), None), 6)
     assert len(list(tmp_path.glob("stage_*/epoch_*"))) == epoch_checkpoint.KEEP

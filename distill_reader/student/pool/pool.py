@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,6 +60,14 @@ _LEAST_BYTES = 256 << 10  # of a request, however slow
 _MOST_DIFFERENCE = 0.02
 
 _Error = TypeVar("_Error", bound=DistillError)
+
+
+class _Refusal(TransientFailure):
+    """A teacher that was connected does not let us in: as it, or an ingress, wants another token.
+
+    Clients connect again by themselves where a server has ended an idle connection, with the token
+    and certificates of before. Only a new client shows whether those of now are wrong.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,9 +347,7 @@ class TeacherPool:
             request = flight.request
             timeout_s = self._timeout_s(teacher, request)
             try:
-                answer = client.predict(
-                    mapping.feeds(request), mapping.columns, timeout_s=timeout_s
-                )
+                answer = _predict(client, mapping.feeds(request), mapping.columns, timeout_s)
                 columns = mapping.outputs(answer, request.samples)
                 outputs = mapping.restore(columns)
             except BadRequest as error:
@@ -396,7 +402,7 @@ class TeacherPool:
             return
         try:
             asked = mapping.feeds(Request([bare], bare.signature, 1))
-            answer = client.predict(asked, mapping.columns, timeout_s=timeout_s)
+            answer = _predict(client, asked, mapping.columns, timeout_s)
             alone = mapping.outputs(answer, 1)
         except (BadRequest, TeacherFailed):
             self._trusts_padding = True  # the model takes padded samples alone
@@ -477,6 +483,8 @@ class TeacherPool:
                 teacher.pace.overdue(flight.request.samples, took_s)
             if is_late or teacher.failures:
                 teacher.note_no_answer(flight.since_s)
+        if isinstance(error, _Refusal):
+            return None
         return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
 
     def _ask_for_less(self, teacher: Teacher, request: Request, took_s: float) -> None:
@@ -647,7 +655,9 @@ class TeacherPool:
             if teacher.round != its_round or self._is_over(teacher):
                 return
             logger.warning("lost teacher %s", teacher.about(error))
-            teacher.trouble = error
+            # The second time it was a new client.
+            is_final = isinstance(error, _Refusal) and teacher.failures > 0
+            teacher.trouble = UsageError(str(error)) if is_final else error
             clients = self._registry.give_up(teacher, time.monotonic())
             self._judge()
             self._supervisor.look()
@@ -719,6 +729,19 @@ class TeacherPool:
         thread = ForkSafeThread(target=run_and_leave, name=name, daemon=True)
         thread.start()  # it cannot remove itself before it is added: the caller has the lock
         self._threads.add(thread)
+
+
+def _predict(
+    client: TeacherClient,
+    feeds: Mapping[str, Sequence[Array]],
+    columns: Sequence[str],
+    timeout_s: float,
+) -> dict[str, Array]:
+    """Return the answer. Raises: TransientFailure, BadRequest."""
+    try:
+        return client.predict(feeds, columns, timeout_s=timeout_s)
+    except UsageError as error:
+        raise _Refusal(str(error)) from error
 
 
 def _without_frames(error: _Error) -> _Error:

@@ -347,6 +347,34 @@ def test_a_reader_raises_what_is_wrong_with_its_only_teacher(ingress):
         read(reader)
 
 
+def test_a_token_that_is_changed_while_connections_are_idle_ends_no_reading(
+    run, tmp_path, monkeypatch
+):
+    wanted, file, is_changed = ["one-token"], tmp_path / "token", threading.Event()
+
+    def answer(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        if "/models/" in path and headers.get("Authorization") != f"Bearer {wanted[0]}":
+            return 401, {}, b"who are you?"
+        status, answered, content = answer_oip(method, path, headers, body)
+        return status, {**answered, "X-Hang-Up": "1"}, content  # as one that is started again
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        yield IMAGE, WORDS
+        is_changed.wait(20)
+        yield IMAGE, WORDS
+
+    file.write_text(wanted[0])
+    monkeypatch.setenv("EDL_TEACHER_TOKEN_FILE", str(file))
+    reader = DistillReader(["image", "words"], ["total"]).set_batch_generator(batches)
+    reader.set_fixed_teacher([f"http://{run(HttpTeacher, answer).endpoint}/sums"])
+    iterator = reader()
+    next(iterator)
+    wanted[0] = "another-token"
+    file.write_text(wanted[0])
+    is_changed.set()
+    assert len(list(iterator)) == 1
+
+
 def test_a_reader_is_told_of_a_teacher_behind_an_ingress_by_discovery(authority, ingress, run):
     from distill_reader.balance.addresses import registry_addresses
     from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread

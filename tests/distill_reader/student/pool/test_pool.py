@@ -262,6 +262,41 @@ def test_if_no_teacher_serves_what_is_asked_for_the_consumer_hears_why(read):
         raise reading.failure()
 
 
+def test_a_teacher_that_lets_nobody_in_any_more_does_no_harm_beside_another(read):
+    """As one that was started again with another token, or an ingress that says 403."""
+    shut, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    reading = read(shut, other)
+    wait_until(lambda: len(shut.requests) > 5)
+    shut.refuse_with = lambda: UsageError("HTTP 403: who are you?")
+    reading.more(500)
+    shut.refuse_with = lambda: None
+    asked = len(shut.requests)
+    wait_until(lambda: len(shut.requests) > asked + 20, what="it is asked again")
+    reading.finish()
+
+
+def test_a_connection_with_the_token_of_before_is_no_reason_to_give_up(read):
+    """A client connects again by itself, where a server that was idle has been started again."""
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    reading = read(teacher)
+    for _ in range(3):
+        refusals = iter([UsageError("HTTP 401: wants another token")])
+        teacher.refuse_with = lambda refusals=refusals: next(refusals, None)
+        asked = len(teacher.requests) + 20
+        wait_until(lambda asked=asked: reading.error or len(teacher.requests) > asked)
+    reading.finish()
+    assert next(refusals, None) is None
+
+
+def test_the_only_teacher_that_lets_nobody_in_any_more_is_an_error_with_its_words(read):
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    reading = read(teacher)
+    reading.more(100)
+    teacher.refuse_with = lambda: UsageError("HTTP 401: set EDL_TEACHER_TOKEN")
+    with pytest.raises(UsageError, match="HTTP 401: set EDL_TEACHER_TOKEN"):
+        raise reading.failure()
+
+
 def test_no_teacher_for_too_long_is_raised_with_the_reason(read):
     dead = FakeTeacher("a:1")
     dead.kill()

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +40,13 @@ _GENERATOR_CLOSE_S = 5.0
 _TEACHERS_CLOSE_S = 1.0  # only a thread that connects to a silent host takes longer
 _POP_PART = 16  # the consumer takes up to this part of the memory bound at once
 _VERSION_POLL_S = 0.05  # while no teacher has told the version whose labels to look up
+_LOADER_LOOK_S = 1.0
+
+# A DataLoader that keeps its workers has one iterator for all passes. Not held by us: if it ends
+# with the interpreter only, its workers hang that.
+_Kept = weakref.ReferenceType[Any]
+# Each with a thread that was still within it as its pass was closed.
+_left_behind: list[tuple[_Kept, threading.Thread]] = []
 
 
 class SessionLock:
@@ -158,9 +166,9 @@ class ReaderSession:
         self._is_closing = False
         # Here, and before any thread: a framework's DataLoader forks its worker processes now, and
         # Paddle's needs the main thread for that.
-        begun = [_begun(generator)]
+        self._kept, begun = _begun(generator)
         self._thread = ForkSafeThread(
-            target=self._read, args=(begun,), name="edl-reader", daemon=True
+            target=self._read, args=([begun],), name="edl-reader", daemon=True
         )
         # A thread still inside the generator's code (perhaps the framework's) can hang shutdown.
         atexit.register(self.close)
@@ -229,6 +237,8 @@ class ReaderSession:
                     "does",
                     _GENERATOR_CLOSE_S,
                 )
+                if self._kept is not None:
+                    _left_behind.append((self._kept, self._thread))
         with self._lock:
             for stream in self._streams:
                 stream.clear()
@@ -365,12 +375,31 @@ class ReaderSession:
             return cache.is_open
 
 
-def _begun(generator: Any) -> Iterator[Any]:
-    """Return the iterator of a user's generator; if it fails to begin, one that raises why."""
+def _begun(generator: Any) -> tuple[_Kept | None, Iterator[Any]]:
+    """Return the iterator of a user's generator; if it fails to begin, one that raises why.
+
+    And the loader, if that has one iterator for all passes.
+    """
+    kept = None
     try:
-        return iter(generator() if callable(generator) else generator)
+        source = generator() if callable(generator) else generator
+        if getattr(source, "persistent_workers", False):
+            kept = weakref.ref(source)
+            _await_other_pass(source)
+        return kept, iter(source)
     except Exception as failure:  # noqa: BLE001  raised again where the consumer gets to it
-        return _raising(failure)
+        return kept, _raising(failure)
+
+
+def _await_other_pass(loader: Any) -> None:
+    """Wait until no thread of a pass that was cut short is within this loader any more.
+
+    It would take what the workers send to the new pass, which would wait for that for ever.
+    """
+    _left_behind[:] = [each for each in _left_behind if each[1].is_alive()]
+    for kept, thread in list(_left_behind):
+        while kept() is loader and thread.is_alive():
+            thread.join(_LOADER_LOOK_S)
 
 
 def _raising(failure: Exception) -> Iterator[Any]:

@@ -794,6 +794,45 @@ def test_a_frameworks_loader_with_workers_may_be_the_generator(
     assert said in out
 
 
+class KeptLoader:
+    """As a DataLoader with persistent workers, whose passes share an iterator; slow at one item."""
+
+    persistent_workers = True
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self._threads = self._at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        assert not self._threads, "the pass before is still within it"
+        self._at = 0
+        return iter(self._next, None)
+
+    def _next(self) -> Any:
+        self._threads += 1
+        try:
+            if self._at == 1:
+                self.goes_on.wait(20)
+            self._at += 1
+            return (image(self._at, 1), self._at) if self._at < 4 else None
+        finally:
+            self._threads -= 1
+
+
+def test_a_pass_waits_for_one_that_was_cut_short_within_a_slow_loader_that_keeps_its_workers(
+    make, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.session._GENERATOR_CLOSE_S", 0.1)
+    loader = KeptLoader()
+    reader = make(FakeTeacher("a:1")).set_batch_generator(loader)
+    for _ in reader():
+        break
+    timer = threading.Timer(0.3, loader.goes_on.set)
+    timer.start()
+    assert [index for _, index, _ in reader()] == [1, 2, 3]
+    timer.join()
+
+
 def test_a_generator_that_stops_as_it_begins_is_an_error_and_no_empty_epoch(running):
     reader = DistillReader(["image"], ["sum"])
     reader.set_fixed_teacher([teacher.endpoint for teacher in running])

@@ -22,7 +22,7 @@ from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.tasks import end_tasks, finish, run
 from distill_reader.balance.wire.client_connection import ClientConnection, DiscoveryUnavailable
 from distill_reader.balance.wire.messages import TeacherHeartbeat, heartbeat_body, withdrawal_body
-from distill_reader.errors import BadRequest, DistillError
+from distill_reader.errors import BadRequest, DistillError, UsageError
 from distill_reader.listening import bracketed
 from distill_reader.protocols import gateways
 from distill_reader.tls import client_context, meaning_of
@@ -212,6 +212,7 @@ class PortProbe:
         self._path = path_of(server)
         self._may_say = not server.startswith(("grpc://", "grpcs://", "serving"))
         is_tls = server.startswith(("https://", "grpcs://"))
+        self._ca_file = ca_file
         self._context = client_context(ca_file) if is_tls else None
         self._logged_s = -_LOG_EVERY_S
         self._says: bool | None = None  # None: not asked since it began to listen
@@ -254,9 +255,13 @@ class PortProbe:
         return self._may_say and self._says is not False
 
     def _note(self, error: OSError) -> None:
-        """Log what is wrong with a certificate: it does not go away by itself."""
+        """Log what is wrong with a certificate, and trust the file as it is by now."""
         wrong = meaning_of(error, self._address[0], self._server)
-        if wrong is not None and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+        if wrong is None:
+            return
+        with contextlib.suppress(UsageError):  # it is about to be written
+            self._context = client_context(self._ca_file)
+        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = time.monotonic()
             logger.warning("not registered: %s", wrong)
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -420,3 +421,21 @@ def test_a_registrar_asks_for_readiness_by_tls_and_path(authority, ingress, capl
     assert run_loop(probe(2, None)) == [False, False]
     assert caplog.text.count("its certificate is not trusted as localhost") == 1
     assert "--ca_file" in caplog.text
+
+
+def test_a_registrar_trusts_an_authority_that_was_renewed(authority, run, tmp_path):
+    new, ca_file = make_authority(tmp_path), tmp_path / "trusted.pem"
+    ca_file.write_bytes(Path(authority.ca_file).read_bytes())
+    context = authority.context()
+    teacher = run(HttpTeacher, lambda *_: (200, {}, b""), context)
+
+    async def probe() -> list[bool]:
+        ask = PortProbe(f"https://localhost:{teacher.port}/m", ca_file=str(ca_file))
+        found = [await ask()]
+        context.load_cert_chain(new.chain_file, new.key_file)
+        ca_file.unlink()  # for a moment, as it is written
+        found.append(await ask())
+        ca_file.write_bytes(Path(new.ca_file).read_bytes())
+        return [*found, await ask(), await ask()]
+
+    assert run_loop(probe()) == [True, False, False, True]

@@ -1,6 +1,8 @@
 """The options by which `edl serve` registers itself with discovery."""
 
 import argparse
+import contextlib
+import ipaddress
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ class RegisterConfig:
         Raises:
             UsageError: the advertised endpoint is invalid, or no other host can reach it.
         """
-        host = bracketed(bound) if self.host is None else self.host
+        host = bracketed(bound) if self.host is None else _written(self.host)
         others = [each for each in self.addresses if not is_loopback(each.host_port[0])]
         if self.host is None and is_loopback(bound) and others:
             raise UsageError(
@@ -49,6 +51,18 @@ class RegisterConfig:
             read_token=lambda: self.token,
         )
         return RegistrarThread(config, is_ready)
+
+
+def _written(host: str) -> str:
+    """Return a host as it is written before a port. Raises: UsageError: it has a port already."""
+    with contextlib.suppress(ValueError):
+        return f"[{ipaddress.IPv6Address(host)}]"
+    if not host.endswith("]") and ":" in host:
+        raise UsageError(
+            f"--advertise {host}: expected a host alone; where students reach this teacher by "
+            "another port than --port, register it by `edl register --server HOST:PORT`"
+        )
+    return host
 
 
 def parse_register(args: argparse.Namespace) -> RegisterConfig | None:

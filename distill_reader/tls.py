@@ -6,6 +6,7 @@ import ssl
 from distill_reader.errors import UsageError
 
 _MISMATCHES = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+_OUT_OF_TIME = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def client_context(ca_file: str | None) -> ssl.SSLContext:
@@ -58,6 +59,11 @@ def meaning_of(error: BaseException, name: str, endpoint: str) -> UsageError | N
             remedy = (
                 "use a name that the certificate has, in the endpoint or as the header Host "
                 "(set_teacher_access)"
+            )
+        elif error.verify_code in _OUT_OF_TIME:
+            remedy = (
+                "renew it there, or its authority's (here: set_teacher_access(ca_file=...), edl "
+                "register --ca_file), or set this host's clock"
             )
         else:
             remedy = (

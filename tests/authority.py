@@ -31,12 +31,13 @@ class Authority:
         return grpc.ssl_server_credentials([pair])
 
 
-def make_authority(folder: Path) -> Authority:
+def make_authority(folder: Path, *, is_over: bool = False) -> Authority:
+    """`is_over`: the server's certificate has expired."""
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "an authority of a test")])
 
-    def builder(name: x509.Name, public_key: Any) -> x509.CertificateBuilder:
+    def builder(name: x509.Name, public_key: Any, hours: int = 24) -> x509.CertificateBuilder:
         return (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -44,7 +45,7 @@ def make_authority(folder: Path) -> Authority:
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(hours=hours))
             .add_extension(  # Python 3.13 wants it, as the two of the authority
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
             )
@@ -66,7 +67,7 @@ def make_authority(folder: Path) -> Authority:
     names = [x509.DNSName("localhost"), x509.DNSName("teachers.test")]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "teachers.test")])
     server = (
-        builder(subject, key.public_key())
+        builder(subject, key.public_key(), -1 if is_over else 24)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(ca_key, hashes.SHA256())
     )

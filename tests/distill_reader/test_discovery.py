@@ -139,6 +139,11 @@ def test_a_teacher_says_where_it_is_found(monkeypatch):
         endpoint("127.0.0.1")
     with pytest.raises(UsageError, match="--advertise: expected HOST:PORT"):
         endpoint("127.0.0.1", *name, "--advertise", "a b")
+    for own in ("2001:db8::5", "[2001:db8::5]"):  # Kubernetes tells a pod the former
+        assert endpoint("::", *name, "--advertise", own) == "[2001:db8::5]:9292"
+    for own in ("10.0.0.7:19292", "[2001:db8::5]:19292"):
+        with pytest.raises(UsageError, match=r"--advertise .*: expected a host alone; .*`edl reg"):
+            endpoint("0.0.0.0", *name, "--advertise", own)
 
 
 def test_demand_is_what_students_say_together():

@@ -238,6 +238,13 @@ def test_a_certificate_of_another_name_is_named_with_the_remedy(guarded, authori
         connect(endpoint, access=access_of(None, authority.ca_file))
 
 
+def test_a_certificate_that_is_over_is_said_to_be_with_the_remedy(run, tmp_path):
+    old = make_authority(tmp_path, is_over=True)
+    endpoint = f"https://localhost:{run(HttpTeacher, answer_oip, old.context()).port}/sums"
+    with pytest.raises(UsageError, match=rf"{endpoint}: .* has expired; renew it there.* clock"):
+        connect(endpoint, access=access_of(None, old.ca_file))
+
+
 def test_a_server_without_tls_is_named_with_the_remedy(run, authority):
     plain = run(HttpTeacher, answer_oip)
     for scheme in ("https", "grpcs"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distill_reader.balance.addresses import registry_addresses
-from distill_reader.errors import UsageError
+from distill_reader.errors import TeacherGone, UsageError
 from distill_reader.protocols.prototxt import read_config
 from distill_reader.student import options
 from distill_reader.student.batches.items import ITEM_FORMATS, ItemFormat
@@ -26,6 +26,7 @@ from distill_reader.student.settings import (
     with_environment,
 )
 from distill_reader.student.source import TeacherSource
+from distill_reader.tokens import read_student_token
 
 
 class DistillReader:
@@ -394,7 +395,8 @@ class DistillReader:
         a `break` out of the `for`, or `close` of what is returned.
 
         Raises:
-            UsageError: something is not set, or a variable PADDLE_DISTILL_* is wrong.
+            UsageError: something is not set, or a variable PADDLE_DISTILL_* or EDL_TEACHER_TOKEN*
+                is wrong.
         """
         if self._generator is None:
             raise UsageError(
@@ -407,6 +409,7 @@ class DistillReader:
                 "epoch: give a function that returns one, or a list"
             )
         settings = with_environment(self._settings, os.environ)
+        read_student_token(os.environ)  # later, what cannot be read is waited for
         sources = self._services.sources(settings)
         self._is_spent = hasattr(self._generator, "__next__")
         return self._iterate(self._generator, self._kind, settings, sources)
@@ -440,7 +443,7 @@ class DistillReader:
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
         config = None if settings.conf_file is None else read_config(settings.conf_file).spec("")
         return partial(
-            connect,
+            _connect,
             config=config,
             access=settings.access,
             mixes_versions=settings.mixed_versions and settings.cache is None,
@@ -473,3 +476,18 @@ class DistillReader:
                 yield from map(tensor_maker(settings.tensors), session.results())
         finally:
             session.close()
+
+
+def _connect(endpoint: str, **options: Any) -> TeacherClient:
+    """Connect to a teacher as this process is told by now.
+
+    Raises:
+        TeacherGone: also where the token, which could be read as the pass began, cannot now: its
+            file is about to be written, or there are no descriptors left.
+        DistillError: as `connect`.
+    """
+    try:
+        token = read_student_token(os.environ)
+    except UsageError as error:
+        raise TeacherGone(f"{endpoint}: {error}") from error
+    return connect(endpoint, token=token, **options)

@@ -1,11 +1,12 @@
 """What teachers behind an ingress want: headers, and TLS by an authority of one's own."""
 
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from distill_reader.errors import UsageError
+from distill_reader.errors import TeacherGone, UsageError
 from distill_reader.tls import client_context
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # gRPC allows no other characters
@@ -72,6 +73,17 @@ class TeacherAccess:
                 )
             found["Authorization"] = f"Bearer {token}"
         return found
+
+    def context(self) -> ssl.SSLContext:
+        """Return what checks certificates, by the file as it is now.
+
+        Raises:
+            TeacherGone: it cannot be read, as while it is written; it could before.
+        """
+        try:
+            return client_context(self.ca_file)
+        except UsageError as error:
+            raise TeacherGone(str(error)) from error
 
     def server_name(self, host: str) -> str:
         """Return whose certificate is expected of the teacher at `host`."""

@@ -25,7 +25,7 @@ from distill_reader.protocols import gateways
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
 from distill_reader.student.clients.endpoints import ProtocolMismatch, Target
-from distill_reader.tls import client_context, start_tls, trusted_certificates
+from distill_reader.tls import start_tls, trusted_certificates
 
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
@@ -106,7 +106,7 @@ def _credentials(target: Target, access: TeacherAccess, timeout_s: float) -> Any
 
     gRPC itself would only say that it cannot connect, and try again.
     """
-    context = client_context(access.ca_file)
+    context = access.context()
     context.set_alpn_protocols(["h2"])
     try:
         with (

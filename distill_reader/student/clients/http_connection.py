@@ -27,7 +27,7 @@ from distill_reader.protocols import gateways, stream
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
 from distill_reader.student.clients.endpoints import Target
-from distill_reader.tls import client_context, start_tls
+from distill_reader.tls import start_tls
 
 _MAX_ANSWER_BYTES = 4 << 30
 _CLOSED = (  # by the server, between two requests
@@ -86,7 +86,7 @@ class HttpClientConnection:
         self._headers = access.shown(token)
         self._host = access.host
         self._name = access.server_name(target.host)
-        self._context = client_context(access.ca_file) if target.is_tls else None
+        self._context = access.context() if target.is_tls else None
         self._connection = http.client.HTTPConnection(*target.address, timeout=connect_timeout_s)
         self._connection.response_class = self._response  # type: ignore[assignment]
         self._deadline_s = 0.0  # of the answer that is waited for

@@ -427,6 +427,31 @@ def test_a_second_epoch_of_an_iterator_is_refused_and_not_empty(make):
     assert len(list(reader())) == 1
 
 
+def test_a_token_that_cannot_be_read_for_a_moment_ends_no_pass(make, tmp_path, monkeypatch, caplog):
+    file, goes_on = tmp_path / "token", threading.Event()
+    monkeypatch.setenv("EDL_TEACHER_TOKEN_FILE", str(file))
+
+    def batches() -> Iterator[Any]:
+        yield image(1, 2), 0
+        goes_on.wait(20)
+        yield image(1, 2), 1
+
+    teacher = FakeTeacher("a:1")
+    reader = make(teacher).set_batch_generator(batches)
+    with pytest.raises(UsageError, match=f"EDL_TEACHER_TOKEN_FILE {file}: .*No such file"):
+        reader()
+    file.write_text("a token")
+    iterator = reader()
+    next(iterator)
+    file.write_text("")  # as it is, for an instant, for who writes it anew
+    teacher.kill()
+    goes_on.set()
+    wait_until(lambda: f"a:1: EDL_TEACHER_TOKEN_FILE {file}: is empty" in caplog.text)
+    teacher.come_back()
+    file.write_text("another token")
+    assert len(list(iterator)) == 1
+
+
 def test_no_teacher_raises_or_skips(make):
     dead = FakeTeacher("a:1")
     dead.kill()

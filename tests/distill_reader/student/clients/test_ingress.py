@@ -322,6 +322,19 @@ def test_a_file_without_certificates_is_refused_by_name(tmp_path):
             access_of(None, str(file))
 
 
+def test_a_file_of_certificates_that_is_about_to_be_written_is_waited_for(
+    guarded, authority, tmp_path
+):
+    file = tmp_path / "ca.pem"
+    file.write_bytes(Path(authority.ca_file).read_bytes())
+    access = access_of(None, str(file))
+    file.write_bytes(b"")
+    with pytest.raises(TeacherGone, match=f"ca_file: {file}: "):
+        connect(guarded.format("localhost"), access=access)
+    file.write_bytes(Path(authority.ca_file).read_bytes())
+    connect(guarded.format("localhost"), access=access).close()
+
+
 # --- the reader
 
 

@@ -260,9 +260,12 @@ class _Session:
                 self._check(body, request)
                 answer, outcome = await self._answer(request), "ok"
             except (BadRequest, AccessRefused, RegistryUnavailable) as error:
-                logger.info("%s: refused: %s", self._connection.peer, error)
+                is_away = isinstance(error, RegistryUnavailable)
+                # Each teacher asks twice a second meanwhile, and the balancer says it now and then.
+                level = logging.DEBUG if is_away else logging.INFO
+                logger.log(level, "%s: refused: %s", self._connection.peer, error)
                 answer = {"type": "error", "error": str(error)}
-                if isinstance(error, RegistryUnavailable):
+                if is_away:
                     answer = {**answer, "retry": True}
                 self._is_over |= isinstance(error, AccessRefused)
             self._server.metrics.answered(kind, outcome)

@@ -85,6 +85,21 @@ def test_teachers_that_registered_with_a_server_that_hangs_stay(redis_server, ru
     hanging.send(signal.SIGCONT)
 
 
+def test_the_log_does_not_grow_with_each_beat_of_a_teacher_while_redis_is_away(
+    redis_server, run, caplog, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.balance.registry.registrar._RETRY_S", 0.02)
+    caplog.set_level("INFO", "distill_reader")
+    server = run(LocalDiscovery, redis_server.url)
+    group(run, server.endpoint, server.endpoint, 1, 1)
+    redis_server.kill()
+    refused = server.server.metrics._messages.labels("teacher", "refused")
+    wait_until(lambda: refused._value.get() > 20, what="its heartbeats are refused")
+    said = [each for each in caplog.messages if "redis at" in each]
+    assert any("the registry is unavailable" in each for each in said)
+    assert len(said) < 10
+
+
 def test_the_only_server_that_hangs_forgets_nobody(run):
     server = run(DiscoveryProcess)
     _, (student,) = group(run, server.endpoint, server.endpoint, 2, 1)

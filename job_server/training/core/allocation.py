@@ -191,9 +191,9 @@ def choose_restore(work: Work) -> RestoreFrom | None:
     source, saved = newest_in_memory(job, silent), job.ending.saved
     if saved is None or (source is not None and age(saved) < age(source)):
         return source
-    if source is not None and age(source) == age(saved) and _has_left(job, saved.node_id):
-        if any(pod.usable and pod.pod_id in source.pods for pod in job.pods):
-            return source  # nobody has to wait for that node
+    is_held = source is not None and any(p.usable and p.pod_id in source.pods for p in job.pods)
+    if is_held and source and age(source) == age(saved) and _has_left(job, saved.node_id):
+        return source  # nobody has to wait for that node
     return RestoreFrom(
         stage=saved.stage,
         step=saved.step,

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -279,13 +280,17 @@ def test_a_connection_with_the_token_of_before_is_no_reason_to_give_up(read):
     """A client connects again by itself, where a server that was idle has been started again."""
     teacher = FakeTeacher("a:1", delay_s=0.001)
     reading = read(teacher)
-    for _ in range(3):
+
+    def refuse_once() -> None:
         refusals = iter([UsageError("HTTP 401: wants another token")])
-        teacher.refuse_with = lambda refusals=refusals: next(refusals, None)
-        asked = len(teacher.requests) + 20
-        wait_until(lambda asked=asked: reading.error or len(teacher.requests) > asked)
+        teacher.refuse_with = partial(next, refusals, None)
+        asked = len(teacher.requests)
+        wait_until(lambda: reading.error or len(teacher.requests) > asked + 20)
+        assert next(refusals, None) is None
+
+    for _ in range(3):
+        refuse_once()
     reading.finish()
-    assert next(refusals, None) is None
 
 
 def test_the_only_teacher_that_lets_nobody_in_any_more_is_an_error_with_its_words(read):

@@ -626,13 +626,6 @@ class StageJoiner:
                 status, is_fresh=restored.came_from is None, rank=rank, world_size=plan.world_size
             ),
         )
-        if not (progress.is_finished or progress.batches.epoch_samples):
-            raise UsageError(
-                f"policy: batches of {scaling.batch_size}, with {plan.world_size} trainers, are "
-                f"more than the {progress.batches.dataset_length} samples of an epoch, which makes "
-                f"none with drop_last=True; use policy='fixed_global', a smaller batch_size, or "
-                f"fewer trainers (--max)"
-            )
         # At a fresh start nothing depends on V yet.
         is_open = (
             restored.came_from is None

@@ -388,14 +388,3 @@ def test_nothing_is_measured_where_a_script_counts_its_steps_by_enumerate(launch
     assert stage.codes() == [0, 0], stage.logs()
     assert {said["promise"] for said in stage.wait_all("step")} == {"rounding, 3 shards"}
     assert "would be one more for enumerate" in stage.trainers[0].log.read_text()
-
-
-@pytest.mark.timeout(300)
-def test_batches_that_outgrow_the_data_are_refused_by_their_size(launch):
-    job = launch("counted.py", 4)
-    alone = job.start(1, "--policy", "linear")
-    alone.go()
-    alone.wait_all("done")
-    grown = job.start(4, "--policy", "linear", "--epochs", "3", restore_from=job.newest())
-    assert grown.codes() == [1] * 4, grown.logs()
-    assert "policy: batches of 128, with 4 trainers, are more than the 100 samples" in grown.logs()

@@ -42,6 +42,7 @@ from pod_runtime.trainer.progress.loop_status import (
     continued_promise,
 )
 from pod_runtime.trainer.progress.progress import TrainingProgress, fresh_status, scaling_for
+from pod_runtime.trainer.progress.scaling import Policy, Scaling
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.host_state import SaveTarget
@@ -200,11 +201,13 @@ class StageJoiner:
 
         Raises:
             StateError: it cannot, as the script was edited; the change is called off.
+            UsageError: nor with so many trainers.
         """
         status = newest_status(self._fds)
         self._close_segments()
         if status is not None and self._is_ours(status):
-            self._continue(status)
+            status = self._continue(status)
+            self._progress(status, self._plan.stage, self._orders.known(status))
             self.running_epoch = status.cursor.epoch
 
     def _is_ours(self, status: LoopStatus) -> bool:
@@ -523,6 +526,47 @@ class StageJoiner:
         self._say_other_folder(status.origin.checkpoint)
         return replace(status.for_run(run), promise=promise)
 
+    @property
+    def _policy(self) -> Policy:
+        policy: Policy | None = self._settings.policy
+        return self._plan.policy if policy is None else policy
+
+    def _scaling(self, status: LoopStatus) -> Scaling:
+        """Return batch size and learning rate with which `status` goes on in this stage."""
+        return scaling_for(
+            status,
+            self._policy,
+            world_size=self._plan.world_size,
+            warmup_steps=self._settings.lr_warmup_steps,
+        )
+
+    def _progress(
+        self, status: LoopStatus, stage: int, order: EpochOrder | None
+    ) -> TrainingProgress:
+        """Return where the training of `status` stands in this stage.
+
+        Raises:
+            UsageError: by the policy a batch has more samples than an epoch, and `drop_last`
+                leaves these out.
+        """
+        progress = TrainingProgress(
+            status,
+            self._scaling(status),
+            stage=stage,
+            steps_per_epoch=self._settings.steps_per_epoch,
+            accumulation_steps=self._settings.accumulation_steps,
+            order=order,
+        )
+        batches = progress.batches
+        if batches.epoch_samples < 1:
+            raise UsageError(
+                f"policy: with {self._plan.world_size} trainers a batch has {batches.batch_size} "
+                f"samples, and an epoch {batches.dataset_length}, of which drop_last=True makes no "
+                f"batch; have fewer trainers (edl resize, --max), or begin a training with "
+                f"drop_last=False"
+            )
+        return progress
+
     def _say_other_folder(self, before: str) -> None:
         """Say where the checkpoints of this job go from process to process.
 
@@ -598,7 +642,7 @@ class StageJoiner:
         writer: CheckpointWriter | None = None,
     ) -> TrainerStage:
         settings, plan, link, rank = self._settings, self._plan, self._link, self._rank
-        policy = plan.policy if settings.policy is None else settings.policy
+        policy = self._policy
         if (
             status.promise == "rounding"
             and policy == "fixed_global"
@@ -609,23 +653,11 @@ class StageJoiner:
                 f"the job may have; start the training with shards={plan.max_trainers} or more, "
                 f"or the job with --max so that there are at most {status.shards} trainers"
             )
-        scaling = scaling_for(
-            status,
-            policy,
-            world_size=plan.world_size,
-            warmup_steps=settings.lr_warmup_steps,
+        self._orders.check_policy(policy, self._scaling(status).batch_size, status.batch_size)
+        order = self._orders.of_stage(
+            status, is_fresh=restored.came_from is None, rank=rank, world_size=plan.world_size
         )
-        self._orders.check_policy(policy, scaling.batch_size, status.batch_size)
-        progress = TrainingProgress(
-            status,
-            scaling,
-            stage=restored.stage,
-            steps_per_epoch=settings.steps_per_epoch,
-            accumulation_steps=settings.accumulation_steps,
-            order=self._orders.of_stage(
-                status, is_fresh=restored.came_from is None, rank=rank, world_size=plan.world_size
-            ),
-        )
+        progress = self._progress(status, restored.stage, order)
         # At a fresh start nothing depends on V yet.
         is_open = (
             restored.came_from is None

@@ -247,6 +247,27 @@ def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_ol
     finish(old)
 
 
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_batches_that_a_policy_makes_larger_than_the_data_are_refused_and_the_old_go_on(
+    launch, overlaps
+):
+    job = launch("counting.py", 2)
+    args = out(job, "--policy", "linear", "--drop_last", "--samples", "40", step_s=2.0)
+    old = job.start(1, *args)
+    old.go()
+    old.wait_step(1)
+    old.cut()
+    state = (1, old.drained())
+    new = job.start(2, *args, overlaps=overlaps, restore_from=None if overlaps else state)
+    assert new.codes() == [1, 1], new.logs()
+    text = "policy: with 2 trainers a batch has 64 samples, and an epoch 40, of which drop_last"
+    assert text in new.logs()
+    assert not any(each.words("prepared") or each.words("loaded") for each in new.trainers)
+    old.resume()
+    assert old.codes() == [0], old.logs()
+    assert verify([str(job.run_dir)]) == 0
+
+
 def test_what_a_script_draws_in_an_epoch_before_its_steps_stays_through_changes_and_crashes(launch):
     job = launch("counting.py", 2)
     args = out(job, "--draws")

@@ -34,6 +34,8 @@ parser.add_argument("--evaluate_while", type=Path, help="evaluate as long as thi
 parser.add_argument("--slow", type=Path, help="evaluate once, slowly while this file exists")
 parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
 parser.add_argument("--promise", default="rounding")
+parser.add_argument("--policy", default=None)
+parser.add_argument("--drop_last", action="store_true")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
 parser.add_argument("--turn", action="store_true", help="a scheduler steps before each update")
 parser.add_argument(
@@ -149,7 +151,7 @@ loop = elastic.Loop(
     save_steps=args.save_steps, keep_checkpoints=args.keep,
     snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
     all_reduce=args.all_reduce, promise=args.promise, extra={"tally": tally},
-    seed=os.getpid() if args.own_seed else 0,
+    seed=os.getpid() if args.own_seed else 0, policy=args.policy, drop_last=args.drop_last or None,
 )  # fmt: skip
 RANK = os.environ["PADDLE_TRAINER_ID"]
 noted = (args.out / f"noted.{STAGE}.{RANK}").open("a")  # stays open, and is never flushed

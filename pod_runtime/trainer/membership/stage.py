@@ -558,7 +558,7 @@ class StageJoiner:
             order=order,
         )
         batches = progress.batches
-        if batches.epoch_samples < 1:
+        if batches.epoch_samples < 1 and not progress.is_finished:
             raise UsageError(
                 f"policy: with {self._plan.world_size} trainers a batch has {batches.batch_size} "
                 f"samples, and an epoch {batches.dataset_length}, of which drop_last=True makes no "

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.support import free_port
 
@@ -25,8 +24,8 @@ EPOCH_STEPS = 12
 
 def start(
     out: Path, *args: object, rank: int = 0, world: int = 1, port: int = 0
-) -> subprocess.Popen[bytes]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+) -> warm.WarmProcess:
+    env = os.environ | warm.STARTUP
     if world > 1:
         ends = [f"127.0.0.1:{port + n}" for n in range(world)]
         env |= {
@@ -37,12 +36,7 @@ def start(
             "PADDLE_DISTRI_BACKEND": "gloo",
         }
     with (out / f"log_{rank}").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(out), *map(str, args)],
-            env=env,
-            stdout=log,
-            stderr=log,
-        )
+        return warm.start([str(SCRIPT), str(out), *map(str, args)], env, log.fileno())
 
 
 def run(out: Path, *args: object) -> int:

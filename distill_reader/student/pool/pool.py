@@ -253,7 +253,9 @@ class TeacherPool:
             except DistillError as error:
                 if client is not None:
                     client.close()
-                if not self._stays_after(teacher, error):
+                with self._lock:
+                    is_outdated = its_round != teacher.round  # as its token may be
+                if not is_outdated and not self._stays_after(teacher, error):
                     return None
                 continue
             client.close()

@@ -94,7 +94,7 @@ class Agent:
         jobs_dir = config.jobs_dir
         self._jobs_dir = None if jobs_dir is None else folders.JobsDir(jobs_dir)
         self._pods_dir = client_dir.pods_dir
-        self._client = client_dir.marker[:8]
+        self._client = client_dir.client_id()
         self._pods: dict[PodKey, PodSupervisor] = {}
         self._lock = threading.Lock()  # guards _pods, _plan, _end and _contact_at
         self._wake = WakeEvent()

@@ -11,6 +11,8 @@ from pathlib import Path
 from job_client.errors import SetupError
 from job_server.api.wire import check_id
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 class ClientDir:
     """The folder of one client while it runs, and of its successor after that.
@@ -58,6 +60,17 @@ class ClientDir:
             marker = uuid.uuid4().hex
             path.write_text(marker + "\n")
         return marker
+
+    def client_id(self) -> str:
+        """Return what the server knows this folder's clients by, as long as the machine is up.
+
+        Machines that were made of one image may have the same folder and the same name. Two such
+        clients have to be two to the server, or both would run the pods of one node.
+        """
+        boot = ""
+        with contextlib.suppress(OSError):
+            boot = BOOT_ID.read_text().replace("-", "")[:8]
+        return self.marker[:8] + boot
 
     def default_node_id(self, *, stays: bool) -> str:
         """Return an id that two clients on one host do not share and a restart keeps.

@@ -117,7 +117,8 @@ class Node(Message, frozen=True, kw_only=True):
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
     saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
     gives_args: bool = False  # ... `NodePod.args`; such a job runs on no other node
-    client: str = ""  # the same as long as its log folder lives; "": of the version before
+    # The same as long as its log folder lives and its machine is up; "": of the version before.
+    client: str = ""
     cpu_milli: Int = 0  # thousandths of a processor core; 0: not known, not limited
     memory_mb: Int = 0  # 10**6 bytes; 0: not known, not limited
 

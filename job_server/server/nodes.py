@@ -349,8 +349,8 @@ def taken_over(node_id: str) -> NotFound:
 
 
 def is_same_client(one: str, other: str) -> bool:
-    """Whether these may be one; "": that of a client of the version before."""
-    return one == other or not (one and other)
+    """Whether these may be one. A client of the version before says less of itself, or nothing."""
+    return one.startswith(other) or other.startswith(one)
 
 
 def _strangers(report: wire.NodeReport | None) -> dict[int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from job_client import agent, preemption
+from job_client import agent, client_dir, preemption
 from job_client.agent import EndMode
 from job_client.client_dir import ClientDir
 from job_client.errors import FatalError, PodStartError, SetupError
@@ -786,6 +786,23 @@ def test_a_folder_whose_marker_cannot_be_written_is_refused_by_name(tmp_path):
     (tmp_path / "marker").mkdir()  # where a file is to be
     with pytest.raises(SetupError, match="--log_dir: cannot write"):
         ClientDir(tmp_path)
+
+
+def test_clients_of_two_machines_that_were_made_of_one_image_are_two(tmp_path, monkeypatch):
+    boot_id = tmp_path / "boot_id"
+    monkeypatch.setattr(client_dir, "BOOT_ID", boot_id)
+
+    def client_id(boot: str) -> str:
+        boot_id.write_text(f"{boot}\n")
+        folder = ClientDir(tmp_path / "log")
+        folder.close()
+        return folder.client_id()
+
+    first = client_id("0f2fd1f9-14e6-4b28-a4be-4d9e0c4b1f0c")
+    assert client_id("0f2fd1f9-14e6-4b28-a4be-4d9e0c4b1f0c") == first
+    assert client_id("b3a9d3c2-6d7e-4f5a-9c1b-2a3b4c5d6e7f") != first
+    boot_id.unlink()
+    assert first.startswith(ClientDir(tmp_path / "log").client_id())
 
 
 def test_folder_paths_longer_than_a_socket_name_may_be_work(start_client, server, tmp_path):

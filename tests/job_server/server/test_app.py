@@ -400,6 +400,7 @@ def test_a_live_node_is_one_clients_and_another_gets_it_once_that_is_silent():
         assert says("one") == 200
         assert_refused(registers("two"), 409, "--node_id")
         assert registers("").status_code == 200  # the version before says nothing
+        assert registers("one-boot").status_code == 200  # ... or less
         assert registers("one").status_code == 200  # itself, again
         assert (says("one"), asks("one"), asks("")) == (200, 200, 200)
         clock[0] += 60

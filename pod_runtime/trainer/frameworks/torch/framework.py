@@ -68,6 +68,9 @@ def torch_framework(
     give_own_memory(model)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
+    if scaler is not None:
+        # It makes its scale with the first loss, and a rank without a shard has none.
+        scaler.scale(torch.zeros((), device=device))
     group = TorchGroup(device)
     buffers = TorchShardBuffers(model)
     unowned = unowned_parameters(model, *optimizers)

@@ -486,6 +486,19 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_batch():
     assert torch.allclose(clipped / clipped.norm(), free / free.norm(), atol=1e-4)
 
 
+def test_a_rank_without_a_shard_steps_by_a_scaler_that_has_scaled_nothing_yet():
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    framework = make_framework(model, optimizer, header_size=1, scaler=scaler)
+    framework.step.begin()
+    model.weight.grad = torch.full((1, 2), 8.0)  # what the others have computed
+    framework.step.apply(filled_shards=1, lr_factor=1.0, max_norm=100.0)
+    assert torch.equal(model.weight, before - 0.5)
+    assert scaler.get_scale() == 16.0
+
+
 def test_buffers_move_by_the_mean_change_of_the_shards():
     norm = nn.BatchNorm1d(2, momentum=0.5)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)

@@ -195,6 +195,7 @@ class HttpClientConnection:
 
     def _connect(self) -> None:
         self._connection.connect()
+        stream.keep_alive(self._connection.sock)
         if self._context is not None:
             self._connection.sock = start_tls(
                 self._connection.sock, self._context, self._name, self.endpoint

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -513,6 +514,15 @@ def test_an_answer_that_is_none_is_a_teacher_that_is_gone(run, fields, content):
     client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
     with pytest.raises(TeacherGone, match="its answer"):
         client.predict(feeds(2), [], timeout_s=30)
+    client.close()
+
+
+def test_an_http_connection_ends_where_the_teachers_host_has_vanished(run):
+    """A slow teacher's answer would be waited for 50 times as long as usual."""
+    client: Any = connect(f"http://{run(HttpTeacher(answer_oip)).endpoint}")
+    sock = client._connection._sock
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
     client.close()
 
 

@@ -7,11 +7,13 @@ edl serve --model teacher_a=./a --model teacher_b=./b --thread 4
 import argparse
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a model; needs no escapes in URLs
 _PROTOCOLS = "fast, Open Inference (gRPC, HTTP), Paddle Serving (HTTP, gRPC)"
 _ANSWER_GRACE_S = 5.0  # for sending the answers that are computed
+_SAME_STOP_S = 2.0  # within which a second signal says nothing new
 
 _DESCRIPTION = """\
 Serve inference models to students (DistillReader) and to clients of the Open Inference Protocol
@@ -56,7 +59,7 @@ Predictors are processes: one per GPU of --gpu_ids (--thread N: N per GPU), or N
 dies or hangs, it is restarted, and its batch is computed again.
 
 SIGTERM: the teacher withdraws from discovery, accepts no more requests, answers those that it has,
-and ends with 0. A second SIGTERM ends it at once.
+and ends with 0. Another SIGTERM, two seconds later or more, ends it at once.
 Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that cannot be served.
 """
 
@@ -178,12 +181,16 @@ def _serve(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """Yield the event that the first SIGTERM or SIGINT sets; the second ends the process."""
-    stopping = threading.Event()
+    """Yield the event that the first SIGTERM or SIGINT sets; a later one ends the process."""
+    stopping, first_s = threading.Event(), math.inf
 
     def stop(number: int, _: FrameType | None) -> None:
-        if stopping.is_set():
+        nonlocal first_s
+        now = time.monotonic()
+        # Who ends a whole unit (systemd, Slurm) signals a pod's launcher, too, which passes it on.
+        if now >= first_s + _SAME_STOP_S:
             os._exit(128 + number)  # the kernel kills the predictors
+        first_s = min(first_s, now)
         stopping.set()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -192,7 +192,7 @@ def test_it_ends_with_1_once_its_last_predictor_finds_another_model(tmp_path, st
     assert "their files were replaced; start this server again" in log
 
 
-def test_a_second_sigterm_ends_it_at_once(start):
+def test_a_later_sigterm_ends_it_at_once_and_one_that_comes_twice_does_not(start):
     server = start(backend="slow_sums")
     predictors = server.predictors()
     data = oip_messages.encode_request("toy", {"image": np.ones((50_000, 4), "f4")}, ["sum"])
@@ -200,7 +200,10 @@ def test_a_second_sigterm_ends_it_at_once(start):
         future = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer").future(data)
         wait_until(lambda: _metric(server, "edl_teacher_samples_total") > 0)
         server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not _is_ready(server))
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(2.0)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 128 + signal.SIGTERM
         assert future.exception() is not None

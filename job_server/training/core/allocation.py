@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from job_server.api.text import counted
-from job_server.api.wire import DesiredState, PlanPod, PodPhase, RestoreFrom
+from job_server.api.wire import DesiredState, PlanPod, PodPhase, RestoreFrom, Saved
 from job_server.cluster.placement import (
     Site,
     deal_ports,
@@ -189,11 +189,10 @@ def choose_restore(work: Work) -> RestoreFrom | None:
     job = work.job
     silent = {pod.pod_id for pod in silent_pods(work)}
     source, saved = newest_in_memory(job, silent), job.ending.saved
-    if saved is None or (source is not None and age(saved) < age(source)):
+    if saved is None:
         return source
-    is_held = source is not None and any(p.usable and p.pod_id in source.pods for p in job.pods)
-    if is_held and source and age(source) == age(saved) and _has_left(job, saved.node_id):
-        return source  # nobody has to wait for that node
+    if source is not None and (age(saved) < age(source) or _stands_in(job, source, saved)):
+        return source
     return RestoreFrom(
         stage=saved.stage,
         step=saved.step,
@@ -219,6 +218,12 @@ def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
     # The run folder of a node that the job has left may never be seen again.
     is_far = saved.spare and _has_left(job, saved.node_id)
     return source if is_far and age(saved) == age(source) else None
+
+
+def _stands_in(job: Job, source: RestoreFrom, saved: Saved) -> bool:
+    """Return whether pods that go on hold what was written on a node that the job has left."""
+    is_held = any(pod.usable and pod.pod_id in source.pods for pod in job.pods)
+    return is_held and age(source) == age(saved) and _has_left(job, saved.node_id)
 
 
 def _has_left(job: Job, node_id: str) -> bool:

@@ -111,10 +111,10 @@ def _apply_written(work: Work, pod: TrainingPod, state: SaveState) -> None:
         node_id=pod.site.node_id,
         spare=state.spare,
     )
-    if known is not None and (known == saved or age(known) > age(saved)):
+    # It is ordered once more where the job has left the node that wrote it before.
+    is_moved = known is not None and age(known) == age(saved) and state.id and known != saved
+    if known is not None and age(known) >= age(saved) and not is_moved:
         return
-    if known is not None and age(known) == age(saved) and not state.id:
-        return  # as ordered it counts: the job has left the node that wrote it before
     work.set(ending=replace(work.job.ending, saved=saved))
     if state.id:
         where = f"the run folder of node {saved.node_id}: " if saved.spare else ""

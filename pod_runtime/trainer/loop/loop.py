@@ -233,7 +233,6 @@ class Loop:
         self._smallest_shard = smallest_shard(as_list(model))
         self._shards_asked = False  # the script knows V
         self._has_come_to_steps = False  # and what the model is like is noted
-        self._enumerates = False  # the script counts what it is given as steps
         self._epoch: Epoch | None = None  # None: none was asked for
         self._number = Loop._before.number  # among those of this process
         env = TrainerEnv.read(os.environ)
@@ -696,7 +695,6 @@ class Loop:
         if not self._has_come_to_steps:
             self._has_come_to_steps = True
             self._warn_of_count("steps", "step.index or step.number")
-            self._enumerates = _enumerates(sys._getframe().f_back)
             self._framework.state.uncarried_changes()  # remembers what the model is like
         if self._steps is None:
             self._changes.note()
@@ -828,7 +826,7 @@ class Loop:
             pass  # no other number suits these worlds better
         elif len(self._framework.step.optimizers) > 1:
             why = "the most trainers: with several optimizers no shard is measured"
-        elif self._enumerates:
+        elif _enumerates(sys._getframe()):
             why = "the most trainers: a step that measures would be one more for enumerate"
         elif self._reader_factory is not None or source.length is None:
             why = "the most trainers: streams and what comes by reader= are not read for measuring"

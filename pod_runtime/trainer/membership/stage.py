@@ -207,7 +207,8 @@ class StageJoiner:
         self._close_segments()
         if status is not None and self._is_ours(status):
             status = self._continue(status)
-            self._progress(status, self._plan.stage, self._orders.known(status))
+            order = self._orders.known(status)
+            self._progress(status, self._scaling(status), self._plan.stage, order)
             self.running_epoch = status.cursor.epoch
 
     def _is_ours(self, status: LoopStatus) -> bool:
@@ -541,7 +542,7 @@ class StageJoiner:
         )
 
     def _progress(
-        self, status: LoopStatus, stage: int, order: EpochOrder | None
+        self, status: LoopStatus, scaling: Scaling, stage: int, order: EpochOrder | None
     ) -> TrainingProgress:
         """Return where the training of `status` stands in this stage.
 
@@ -551,7 +552,7 @@ class StageJoiner:
         """
         progress = TrainingProgress(
             status,
-            self._scaling(status),
+            scaling,
             stage=stage,
             steps_per_epoch=self._settings.steps_per_epoch,
             accumulation_steps=self._settings.accumulation_steps,
@@ -653,11 +654,12 @@ class StageJoiner:
                 f"the job may have; start the training with shards={plan.max_trainers} or more, "
                 f"or the job with --max so that there are at most {status.shards} trainers"
             )
-        self._orders.check_policy(policy, self._scaling(status).batch_size, status.batch_size)
+        scaling = self._scaling(status)
+        self._orders.check_policy(policy, scaling.batch_size, status.batch_size)
         order = self._orders.of_stage(
             status, is_fresh=restored.came_from is None, rank=rank, world_size=plan.world_size
         )
-        progress = self._progress(status, restored.stage, order)
+        progress = self._progress(status, scaling, restored.stage, order)
         # At a fresh start nothing depends on V yet.
         is_open = (
             restored.came_from is None

@@ -1,7 +1,6 @@
 """The options by which `edl serve` registers itself with discovery."""
 
 import argparse
-import contextlib
 import ipaddress
 import os
 from collections.abc import Callable
@@ -55,14 +54,16 @@ class RegisterConfig:
 
 def _written(host: str) -> str:
     """Return a host as it is written before a port. Raises: UsageError: it has a port already."""
-    with contextlib.suppress(ValueError):
-        return f"[{ipaddress.IPv6Address(host)}]"
-    if not host.endswith("]") and ":" in host:
+    if host.endswith("]") or ":" not in host:
+        return host
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
         raise UsageError(
             f"--advertise {host}: expected a host alone; where students reach this teacher by "
             "another port than --port, register it by `edl register --server HOST:PORT`"
-        )
-    return host
+        ) from None
+    return bracketed(host)
 
 
 def parse_register(args: argparse.Namespace) -> RegisterConfig | None:

@@ -56,7 +56,7 @@ _PASSING = frozenset(
 )  # fmt: skip
 _LOCK_WAIT_S = 2.0  # not longer: a label that is not stored is only asked for again
 _LOCK_LOOK_S = 0.005
-# The first pause then, and the longest: who holds it may have been stopped, for hours.
+# Half the first pause then, and the longest: who holds it may have been stopped, for hours.
 _LOCK_PAUSE_S = (1.0, 60.0)
 _MEASURED_S = 1.0  # for so long it counts what the other folders had
 

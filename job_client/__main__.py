@@ -147,9 +147,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _of_pods(environ: Mapping[str, str], cwd: Path) -> dict[str, str]:
-    """Return what pods start from: in other folders, where a relative path leads elsewhere."""
-    certificates = environ.get("SSL_CERT_FILE")  # by which launchers, too, know their server
-    return {**environ, **({"SSL_CERT_FILE": str(cwd / certificates)} if certificates else {})}
+    """Return what pods start from: in other folders, where a relative path leads elsewhere.
+
+    A script finds `python` also where nobody has activated our virtual environment: in a service of
+    systemd, or a job of cron.
+    """
+    path = environ.get("PATH") or os.defpath
+    own = {**environ, "PATH": os.pathsep.join((path, str(Path(sys.executable).parent)))}
+    if certificates := environ.get("SSL_CERT_FILE"):  # by which launchers, too, know their server
+        own["SSL_CERT_FILE"] = str(cwd / certificates)
+    return own
 
 
 def _server_url(text: str | None) -> str:

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -325,6 +326,16 @@ def test_certificates_at_a_relative_path_are_found_by_pods_which_run_elsewhere(t
     assert config.environ["SSL_CERT_FILE"] == str(tmp_path / "certs/ca.pem")
     config = parse_args(["train.sh"], {"SSL_CERT_FILE": "/etc/ca.pem"}, tmp_path)
     assert config.environ["SSL_CERT_FILE"] == "/etc/ca.pem"
+
+
+@pytest.mark.parametrize(("path", "first"), [("/bin", "/bin"), (None, os.defpath)])
+def test_scripts_find_python_where_no_virtual_environment_was_activated(path, first, tmp_path):
+    (tmp_path / "train.sh").touch()
+    config = parse_args(["train.sh"], {} if path is None else {"PATH": path}, tmp_path)
+    python = shutil.which("python", path=config.environ["PATH"].removeprefix(first))
+    assert python is not None
+    assert Path(python).parent == Path(sys.executable).parent
+    assert config.environ["PATH"].startswith(first)  # another environment's goes first
 
 
 def test_where_the_server_has_another_token_it_is_read_again(server, url, start_program, tmp_path):

@@ -742,9 +742,10 @@ def _teachers_table(status: wire.JobStatus) -> str:
 
 
 def _job_text(status: wire.JobStatus, now: float) -> str:
+    state = status.state.value
     facts = [
         ("job", status.job_id),
-        ("state", f"{status.state.value}: {status.reason}"),
+        ("state", f"{state}: {status.reason.removeprefix(f'{state}: ')}"),
         *(("warning", text) for text in status.warnings),
         *_error_facts(status),
         ("pods", f"{len(status.pods)} of {wanted_pods(status)} wanted "

@@ -165,6 +165,14 @@ def test_status_of_one_job_tells_pods_and_stages(run):
         assert shown in out
 
 
+def test_the_state_of_a_job_that_is_over_is_said_once(run):
+    run("submit", "--name", "over", "--folder", "over", "--min", "1", "--max", "1")
+    run("stop", "over")
+    code, out = run("status", "over")
+    assert code == 0
+    assert next(line for line in out.splitlines() if line.startswith("state")).count("STOPPED") == 1
+
+
 def test_json_is_what_the_server_says(run):
     code, out = run("status", "default_job", "--json")
     assert code == 0

@@ -64,7 +64,7 @@ class Policy(Protocol):
 
     @property
     def patience_s(self) -> float:
-        """How long a job waits before no later one of its priority may start."""
+        """How long after its submission a job waits before no later one of its priority starts."""
 
     @property
     def margin(self) -> float | None:
@@ -193,9 +193,9 @@ class _Pass:
     def start_waiting(self) -> None:
         """Start what waits, the highest priority first; jobs that run give way down to their least.
 
-        One that waits for longer than the policy's patience lets no later one of its priority
-        start, so the room that becomes free is its own in the end. Not one that the nodes could
-        not hold as they are, whoever ends: the others would wait for nothing.
+        One that waits when the policy's patience since its submission is over lets no later one of
+        its priority start, so the room that becomes free is its own in the end. Not one that the
+        nodes could not hold as they are, whoever ends: the others would wait for nothing.
         """
         first: JobView | None = None  # for which the others wait
         hopeless: dict[Hashable, int] = {}  # so many trainers of that found no room

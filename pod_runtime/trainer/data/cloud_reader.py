@@ -465,8 +465,8 @@ class _Server:
         named = endpoint or environ.get("PADDLE_JOBSERVER")
         if not named:
             raise UsageError(
-                "endpoint: missing, and this is no trainer of a job, nor is it in `edl check`; pass "
-                "the job server's HOST:PORT, or set PADDLE_JOBSERVER to that"
+                "endpoint: missing, and this is no trainer of a job, nor is it in `edl check`; "
+                "pass the job server's HOST:PORT, or set PADDLE_JOBSERVER to that"
             )
         try:
             self._url = server_url(named)

@@ -165,14 +165,6 @@ def test_status_of_one_job_tells_pods_and_stages(run):
         assert shown in out
 
 
-def test_the_state_of_a_job_that_is_over_is_said_once(run):
-    run("submit", "--name", "over", "--folder", "over", "--min", "1", "--max", "1")
-    run("stop", "over")
-    code, out = run("status", "over")
-    assert code == 0
-    assert next(line for line in out.splitlines() if line.startswith("state")).count("STOPPED") == 1
-
-
 def test_json_is_what_the_server_says(run):
     code, out = run("status", "default_job", "--json")
     assert code == 0
@@ -586,6 +578,8 @@ def test_a_job_that_has_ended_is_not_said_to_be_submitted(run):
     assert run("submit", "--job_id", "over")[0] == 0
     assert run("submit", "--job_id", "over")[0] == 0  # it is there: no error
     assert run("stop", "over")[0] == 0
+    lines = run("status", "over")[1].splitlines()
+    assert next(line for line in lines if line.startswith("state")).count("STOPPED") == 1
     code, out = run("submit", "--job_id", "over")
     assert code == 1
     assert "over has ended (STOPPED) and stays so; `edl delete over` first, or" in out

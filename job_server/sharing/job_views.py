@@ -45,7 +45,8 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         each=pod_needs(spec),
         placed=_placed(job, bound, nodes, now),
         nodes=nodes,
-        runs=job.goal is Goal.RUN and any(pod.usable for pod in job.pods),
+        # One whose state is at home alone has not begun: pods that are elsewhere wait for nothing.
+        runs=job.goal is Goal.RUN and not bound and any(pod.usable for pod in job.pods),
         home=bound,
         priority=spec.priority,
         user=spec.user,

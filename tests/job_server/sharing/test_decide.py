@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from job_server.api.wire import Allotment, DesiredState, JobSpec, JobState, NodeReport, SlotUsage
+from job_server.api.wire import (
+    Allotment,
+    DesiredState,
+    JobSpec,
+    JobState,
+    NodeReport,
+    Saved,
+    SlotUsage,
+)
 from job_server.cluster.placement import Site
 from job_server.jobs.events import Allotted
 from job_server.server.nodes import SmoothedLoad
@@ -71,6 +79,20 @@ def test_a_job_is_allotted_only_nodes_that_serve_it():
     assert found["nowhere"] == Allotted(
         {}, "no job client has the folder 'nowhere' in its --jobs_dir"
     )
+
+
+def test_pods_that_wait_beside_a_state_at_home_keep_no_slots_from_others():
+    bad = use("a", 1)
+    slots = tuple(replace(slot, usable=False, quarantine="faulty") for slot in bad.node.slots)
+    home = replace(bad, node=replace(bad.node, slots=slots))
+    held = Allotment(pods=1, reason="others use a", since=1000.0, nodes={"b": 1})
+    saved = Saved(stage=1, step=4, path="/checkpoint", node_id="a")
+    job = with_pods(shared("job"), "b", 0)
+    job = replace(job, share=Share(allotment=held), ending=replace(job.ending, saved=saved))
+    found = told([job, shared("other")], home, use("b", 1))
+    assert (found["job"].nodes, found["other"].nodes) == ({}, {"b": 1})
+    found = told([job, shared("other")], use("a", 1), use("b", 1))
+    assert found["job"].nodes["a"] == 1  # where it begins
 
 
 def test_what_is_no_news_is_not_told():

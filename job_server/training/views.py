@@ -255,6 +255,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
                 plain_warning(job),
                 job.announced.quarantine,
                 job.announced.shortage,
+                _checkpoint_warning(job),
                 *hang_texts(job),
             )
             if text
@@ -377,6 +378,12 @@ def plain_warning(job: Job) -> str:
         "no trainer has called the elastic loop: a change of the pods starts the script afresh, "
         f"from what it has saved itself{alone}; docs/training-scripts.md shows the loop"
     )
+
+
+def _checkpoint_warning(job: Job) -> str:
+    stage, error = job.active, job.progress.checkpoint_error
+    trains = stage is not None and stage.committed and stage.over is None
+    return f"{error}; training goes on, and tries again" if trains and error else ""
 
 
 def hang_texts(job: Job) -> tuple[str, ...]:

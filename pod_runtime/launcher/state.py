@@ -125,6 +125,7 @@ class StageRun:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
     promise: str = ""  # of the training, for people; "": not known
+    checkpoint_error: str | None = None  # as of Stepped
     metrics: dict[str, float] | None = None  # None: no trainer has sent any
     metric_epochs: dict[str, int] | None = None  # None: the script has logged none
     durable: str = ""  # where a trainer has written the state they parked with; "": nowhere
@@ -454,6 +455,9 @@ def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
         total_steps=run.total_steps if message.total_steps is None else message.total_steps,
         step_s=run.step_s if message.step_s is None else message.step_s,
         promise=message.promise or run.promise,
+        checkpoint_error=(
+            run.checkpoint_error if message.checkpoint_error is None else message.checkpoint_error
+        ),
     )
     # The metrics of one trainer, not a mixture: those of the pod's lowest rank.
     if message.metrics is not None and rank == min(t.rank for t in run.trainers):
@@ -560,5 +564,6 @@ def report_on(run: StageRun, kind: ReportKind, **fields: Any) -> PodReport:
         metrics=run.metrics,
         metric_epochs=run.metric_epochs,
         promise=run.promise,
+        checkpoint_error=run.checkpoint_error,
         **fields,
     )

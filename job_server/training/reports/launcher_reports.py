@@ -307,6 +307,7 @@ def _apply_first_step(work: Work, stage: JobStage, report: PodReport) -> None:
 
 
 def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
+    _note_checkpoints(work, report.checkpoint_error)
     progress = work.job.progress
     newer = report.step > progress.step
     work.progress(
@@ -321,6 +322,17 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
     )
+
+
+def _note_checkpoints(work: Work, error: str | None) -> None:
+    before = work.job.progress.checkpoint_error
+    if error is None or error == before:
+        return
+    work.progress(checkpoint_error=error)
+    if not before:
+        work.note(f"warning: {error}; training goes on, and tries again", lasting=False)
+    elif not error:
+        work.note("checkpoints are written again", lasting=False)
 
 
 def _merged(before: Mapping[str, float], report: PodReport) -> Mapping[str, float]:

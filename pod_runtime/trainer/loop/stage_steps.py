@@ -171,6 +171,7 @@ class StageSteps:
                 total_steps=progress.total_steps,
                 step_s=self._step_s,
                 promise=progress.promise,
+                checkpoint_error=self.stage.state_manager.checkpoint_error,
                 metrics=self.metrics,
                 metric_epochs=self._logged_at or None,
                 at_once=at_once,

@@ -196,6 +196,7 @@ class LauncherLink:
         total_steps: int | None,
         step_s: float,
         promise: str,
+        checkpoint_error: str | None,
         metrics: Callable[[], dict[str, float] | None],
         metric_epochs: dict[str, int] | None,
         at_once: bool,
@@ -221,6 +222,7 @@ class LauncherLink:
                 metrics=metrics(),
                 metric_epochs=metric_epochs,
                 promise=promise,
+                checkpoint_error=checkpoint_error,
             )
         )
 

@@ -220,6 +220,16 @@ class StateManager:
         """The newest checkpoint was not written."""
         return self._writer is not None and self._writer.has_failed
 
+    @property
+    def checkpoint_error(self) -> str | None:
+        """Why the newest checkpoint, or the best one, is not written; "": it is.
+
+        None: there was none yet, or this is not this rank's task.
+        """
+        writers = [each for each in (self._writer, self._best_writer) if each is not None]
+        texts = [each.trouble for each in writers if each.trouble is not None]
+        return max(texts, key=bool, default=None)
+
     def finish_writing(self) -> None:
         """Wait for a checkpoint in progress. Raises CheckpointError."""
         if self._writer is not None:

@@ -11,6 +11,9 @@ from pod_runtime.trainer.state.host_state import HostState
 
 logger = logging.getLogger(__name__)
 
+_LONG_S = 1200.0  # for one checkpoint: it is said
+_TROUBLE_CHARS = 300
+
 
 class CheckpointWriter:
     """One background thread, started for each checkpoint; none is left when none is written."""
@@ -19,6 +22,8 @@ class CheckpointWriter:
         self.store = store
         self._thread: threading.Thread | None = None  # None: nothing was ever written
         self._error: Exception | None = None  # of the newest attempt
+        self._begun_at = 0.0  # of that, by time.monotonic()
+        self._trouble: str | None = None  # as of `trouble`, when the newest attempt was over
 
     @property
     def busy(self) -> bool:
@@ -29,6 +34,13 @@ class CheckpointWriter:
         """The newest attempt is over, without a checkpoint."""
         return not self.busy and self._error is not None
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the newest checkpoint is not written; "": it is. None: no attempt is over yet."""
+        if self.busy and time.monotonic() > self._begun_at + _LONG_S:
+            return f"a checkpoint has been in writing for more than {_LONG_S / 60:.0f} min"
+        return self._trouble
+
     def start(self, host_state: HostState) -> None:
         """Write a state in the background. The caller leaves its memory alone until not `busy`."""
         self.start_from(lambda: host_state)
@@ -36,6 +48,7 @@ class CheckpointWriter:
     def start_from(self, take: Callable[[], HostState]) -> None:
         """As `start`, of a state that `take` returns; it is called in the background."""
         assert not self.busy
+        self._begun_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._write, args=(take,), name="checkpoint", daemon=True
         )
@@ -53,7 +66,6 @@ class CheckpointWriter:
                 raise CheckpointError(str(self._error)) from self._error
 
     def _write(self, take: Callable[[], HostState]) -> None:
-        begun = time.monotonic()
         self._error = None
         what = "a checkpoint"
         try:
@@ -62,6 +74,10 @@ class CheckpointWriter:
             made = self.store.write(host_state)
         except Exception as error:  # noqa: BLE001  any store may fail in its own way; training goes on
             self._error = error
+            self._trouble = f"{what} failed: {' '.join(str(error).split())}"[:_TROUBLE_CHARS]
             logger.error("%s failed, training goes on, the next save tries again: %s", what, error)
             return
-        logger.info("checkpoint %s written in %.2f s", made.folder, time.monotonic() - begun)
+        self._trouble = ""
+        logger.info(
+            "checkpoint %s written in %.2f s", made.folder, time.monotonic() - self._begun_at
+        )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase
+from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase, ReportKind
 from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.core.job import HaltPhase
-from tests.job_server.world import World, node, records, trains, world
+from tests.job_server.world import World, node, records, tell, trains, world
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 
@@ -69,6 +69,31 @@ def resumes_at(made: World, step: int) -> None:
     made.resume()
     trains(made)
     assert records(made)[-1].first_step == step + 1
+
+
+def test_checkpoints_that_fail_while_it_trains_are_a_warning_until_one_is_written():
+    made = trains(world())
+
+    def say(error: str | None) -> None:
+        step = made.job.progress.step
+        tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, checkpoint_error=error)
+
+    say(None)
+    assert made.status.warnings == ()
+    say("checkpoint of step 7 failed: the disk is full")
+    say("checkpoint of step 9 failed: the disk is full")
+    say(None)
+    assert made.status.warnings == (
+        "checkpoint of step 9 failed: the disk is full; training goes on, and tries again",
+    )
+    assert sum("the disk is full" in text for text in made.reasons) == 1
+    say("")
+    assert made.status.warnings == ()
+    assert made.reasons[-1].endswith("checkpoints are written again")
+    say("checkpoint of step 11 failed: the disk is full")
+    made.pause()
+    made.run_until(PAUSED)
+    assert made.status.warnings == ()
 
 
 def test_a_pause_while_recovering_writes_what_the_shims_hold():

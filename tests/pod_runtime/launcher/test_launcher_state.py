@@ -479,6 +479,19 @@ def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
     assert progress.metric_epochs == {"loss": 1}
     assert progress.promise == "rounding, 3 shards"
+    assert progress.checkpoint_error is None
+
+
+def test_what_the_rank_that_writes_checkpoints_says_of_them_is_not_cleared_by_others():
+    pod = Simulated()
+    pod.load(step=4)
+    pod.say(0, Stepped(step=5, checkpoint_error="the disk is full"))
+    pod.say(1, Stepped(step=5))
+    (progress,) = reports(pod.wait(1.0))
+    assert progress.checkpoint_error == "the disk is full"
+    pod.say(0, Stepped(step=6, checkpoint_error=""))
+    (progress,) = reports(pod.wait(1.0))
+    assert progress.checkpoint_error == ""
 
 
 def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step():

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import subprocess
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from pod_runtime.trainer.state.host_state import HostState, SaveTarget
 from pod_runtime.trainer.state.last_save import write_host_state
 from pod_runtime.trainer.state.storage import Storage, open_storage
 from tests.pod_runtime.trainer.states import make_host_state
-from tests.support import nothing_writable
+from tests.support import nothing_writable, wait_until
 
 
 def fill_of(store: CheckpointStore) -> float:
@@ -331,6 +332,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_disk, caplog):
     store = CheckpointStore(open_storage(small_disk / "ckpt"))
     writer = CheckpointWriter(store)
+    assert writer.trouble is None
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         file.write(bytes(60 << 10))
@@ -338,11 +340,29 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_
     with pytest.raises(CheckpointError, match="No space left on device"):
         writer.finish()
     assert re.search(r"step 1 failed, training goes on.*No space left", caplog.text)
+    assert writer.trouble is not None
+    assert re.match(r"checkpoint of step 1 failed: .*No space left", writer.trouble)
     assert store.found() == []
     ballast.unlink()
     writer.start(make_host_state(step=2))
     writer.finish()
+    assert writer.trouble == ""
     assert store.found() == [CheckpointId(1, 2)]
+
+
+def test_a_checkpoint_that_takes_very_long_is_said_until_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("pod_runtime.trainer.state.checkpoint_writer._LONG_S", 0.0)
+    writer, goes_on = CheckpointWriter(CheckpointStore(open_storage(tmp_path))), threading.Event()
+
+    def take() -> HostState:
+        assert goes_on.wait(60)
+        return make_host_state(step=1)
+
+    writer.start_from(take)
+    wait_until(lambda: "a checkpoint has been in writing for" in (writer.trouble or ""), 30)
+    goes_on.set()
+    writer.finish()
+    assert writer.trouble == ""
 
 
 @pytest.mark.parametrize(("refusal", "is_error"), [(errno.EINVAL, False), (errno.EIO, True)])

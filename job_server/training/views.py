@@ -271,6 +271,8 @@ def _reason(job: Job) -> str:
     allotment = job.share.allotment
     if job.waiting and allotment is not None and not allotment.pods:
         return _queue_reason(job, allotment)
+    if job.halt is not None and job.halt.phase not in (HaltPhase.WAIT, HaltPhase.CUT):
+        return job.reason  # which says what is waited for from then on
     return job.waiting or job.reason
 
 

@@ -45,17 +45,18 @@ def lose_silent(work: Work) -> None:
     active = job.active
     reachable = active is None or _reaches(work, active)
     cut_off = not reachable
+    text = f"no pod can be reached: waiting until one answers{_or_stopped(work)}"
     if cut_off != job.cut_off:
         work.set(cut_off=cut_off)
         if cut_off:
-            text = f"no pod can be reached: waiting until one answers{_or_stopped(work)}"
-            work.set(waiting=text)
             work.note(text, lasting=False)
         else:
             if job.grace_from < work.now:  # otherwise the server has just come back
                 work.note("a pod answers again", lasting=False)
             # The other pods get the full time to answer.
             work.set(grace_from=work.now, waiting="")
+    if cut_off and not job.waiting:
+        work.set(waiting=text)
     for pod in silent_pods(work):
         in_force = active is not None and active.member(pod.pod_id) is not None
         if pod.desired is DesiredState.HOLD or (in_force and cut_off):
@@ -97,7 +98,12 @@ def _or_stopped(work: Work) -> str:
     active, known = work.job.active, work.job.pods_by_id()
     pods = [known.get(pod_id) for pod_id in (active.pod_ids if active is not None else ())]
     fences = [None if pod is None else fenced_at(work.job, pod, work.cluster) for pod in pods]
-    return "" if None in fences else ", or until their clients have stopped them (stop_after)"
+    if None not in fences:
+        return ", or until their clients have stopped them (stop_after)"
+    name = work.job.spec.job_id
+    if work.job.goal.ends_as is not None:
+        return f", or for `edl stop {name} --discard`"
+    return f", or for `edl resize {name} {work.job.target} --assume_dead`"
 
 
 def _silent_cause(work: Work, pod: TrainingPod) -> Cause:

@@ -287,6 +287,39 @@ def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
 
 
+def test_a_job_whose_machines_are_gone_says_so_also_after_a_pause():
+    made = trains(world(elastic=False))
+    made.power_off(made.nodes["a"])
+    made.run_until(JobState.WAITING)
+    waits = "no pod can be reached: waiting until one answers, or for `edl resize job 2 --assume_de"
+    assert waits in made.status.reason
+    made.pause()
+    made.run_until(JobState.PAUSED, rounds=400)
+    made.rounds(20)
+    assert "paused; no trainer has called the elastic loop" in made.status.reason
+    made.resume()
+    made.rounds(20)
+    assert made.job.state is JobState.WAITING
+    assert waits in made.status.reason
+    made.resize(2, assume_dead=True)
+    trains(made)
+    assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
+
+
+@pytest.mark.parametrize(
+    "rounds", [20, 800]
+)  # of half a second: before its stage is over, after it
+def test_the_end_of_a_job_whose_machines_are_gone_says_how_to_give_its_state_up(rounds):
+    made = trains(world())
+    made.stop()
+    made.power_off(made.nodes["a"])
+    made.rounds(rounds)
+    assert made.job.state is JobState.STOPPING
+    assert "`edl stop job --discard`" in made.status.reason
+    made.stop(discard=True)
+    made.run_until(JobState.STOPPED, rounds=400)
+
+
 def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_stopped():
     made = trains(world(elastic=False, pods=4))
     made.cut_off("b")

@@ -23,6 +23,7 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.loop import Launcher
 from pod_runtime.launcher.segments import highest_stage
 from pod_runtime.launcher.trainer_pool import KEEP_LOGS, LaunchConfig
+from pod_runtime.shim_wire import read_server
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         )
 
         def connect() -> ApiClient:
-            return ApiClient(pod_env.job_server, token_now(token_file, token))
+            url = read_server(pod_env.pod_dir) or pod_env.job_server
+            return ApiClient(url, token_now(token_file, token))
 
         try:
             connect().close()  # it connects later: this only checks the URL

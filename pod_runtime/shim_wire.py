@@ -10,6 +10,7 @@ A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
     log         standard output and error of the pod's script
     launcher    locked by the pod's launcher; not empty once its training is complete
     refused     {"code", "reason"} of a second launcher: how the pod ends if its script exits
+    server      {"url"} of the job server, by the client that found the pod: it may have moved
 
 Requests, each `{"op": ...}`, and their answers:
 
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CLAIM, REFUSED = "launcher", "refused"  # files, see above
+CLAIM, REFUSED, SERVER = "launcher", "refused", "server"  # files, see above
 LINGER_S = 600.0
 SIGNALLED_LINGER_S = 2.0  # if the shim itself was asked to end
 MAX_LINE = 1 << 20
@@ -251,6 +252,14 @@ def read_exit(folder: Path) -> PodExit | None:
         reason=data["reason"],
         last_lines=tuple(data["last_lines"]),
     )
+
+
+def read_server(folder: Path) -> str | None:
+    """Return where the job server is by now; None: where it was at the pod's start."""
+    try:
+        return str(json.loads((folder / SERVER).read_text())["url"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def holds_state(folder: Path) -> bool:

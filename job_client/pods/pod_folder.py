@@ -3,6 +3,7 @@
     pod.json    the server's `NodePod`, written before anything is started
     saved.json  `wire.SaveState`: where the client wrote the pod's state as it ended
     released    the server does not know this pod any more
+    server      where the job server is: for a launcher that was started by an earlier client
     shim.json, exit.json, sock, log     the shim's: `pod_runtime.shim_wire`
 
 A client may have been killed at any moment, so a folder's meaning depends on its content alone.
@@ -60,7 +61,7 @@ def prepare(folder: Path, pod: NodePod) -> None:
         folder.rename(aside)
     folder.mkdir(parents=True, exist_ok=True)
     of_last = ("shim.json", "exit.json", "saved.json", "sock", "log")
-    for name in (*of_last, shim_wire.CLAIM, shim_wire.REFUSED):
+    for name in (*of_last, shim_wire.CLAIM, shim_wire.REFUSED, shim_wire.SERVER):
         (folder / name).unlink(missing_ok=True)
     shim_wire.write_json(folder / "pod.json", encode(pod))
 
@@ -165,6 +166,14 @@ def _read_when_possible(read: Callable[[], T]) -> T:
                 raise
             logger.warning("how a pod is cannot be read now: %s", error)
             time.sleep(_AGAIN_S)
+
+
+def write_server(folder: Path, url: str) -> None:
+    """Tell the pod's launcher where the job server is."""
+    try:
+        shim_wire.write_json(folder / shim_wire.SERVER, {"url": url})
+    except OSError as error:
+        logger.warning("%s: its launcher is not told where the server is: %s", folder, error)
 
 
 def read_saved(folder: Path) -> SaveState | None:

@@ -159,6 +159,7 @@ class PodSupervisor:
         if shim is not None and shim.is_alive():
             self._shim = shim
             if ended is None:
+                pod_folder.write_server(self.folder, self._context.config.server_url)
                 self._set(PodPhase.RUNNING)
             else:  # the shim stays for what it holds, or is about to end
                 self._snapshot = shims.newest_held(self.folder, ANSWER_S)
@@ -327,6 +328,7 @@ class PodSupervisor:
         except OSError as error:
             logger.error("pod %s: %s", self.spec.pod_id, error)
             return
+        pod_folder.write_server(self.folder, self._context.config.server_url)
         processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
 
     def keep_log_short(self) -> None:

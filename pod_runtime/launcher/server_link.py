@@ -71,7 +71,7 @@ class ServerLink:
     def __init__(
         self,
         *,
-        connect: Callable[[], JobServerApi],  # called once per thread
+        connect: Callable[[], JobServerApi],  # by each thread, and again where none answers it
         job_id: str,
         pod_id: str,
         status: Callable[[], Attach],  # called by the polling thread
@@ -139,6 +139,7 @@ class ServerLink:
                 if not away:
                     logger.warning("no job server, training goes on: %s", error)
                 away = True
+                api = self._connect()  # it may have moved, and the client say where to
             except Rejected as error:
                 if not known:
                     self._deliver(LauncherRefused(str(error)))
@@ -184,8 +185,10 @@ class ServerLink:
             except NotFound:
                 self._attach_again.set()  # then all reports are made again
                 self._done(name, report)
+                api = self._connect()
             except Retryable:
                 self._closed.wait(backoff.next_s())
+                api = self._connect()
             except Unauthorized:  # the other thread says so
                 self._closed.wait(backoff.next_s())
                 api = self._connect()

@@ -341,6 +341,19 @@ def test_pods_go_on_while_the_server_is_away_and_are_reported_to_the_next_one(
     assert not is_gone(pid)
 
 
+def test_pods_that_a_client_finds_are_told_where_its_server_is(start_client, server, tmp_path):
+    first = start_client("sleep 600")
+    server.want_until(PodPhase.RUNNING, pod())
+    first.end(EndMode.KEEP)
+    folder = tmp_path / "log" / "pods" / "pod_0_0"
+    assert shim_wire.read_server(folder) is None
+    moved = "http://127.0.0.1:8181"
+    start_client("sleep 600", server_url=moved)
+    wait_until(lambda: shim_wire.read_server(folder) == moved)
+    shutil.rmtree(folder)
+    wait_until(lambda: shim_wire.read_server(folder) == moved, what="they are told again")
+
+
 def test_a_server_that_forgot_its_nodes_gets_them_again(start_client, server):
     start_client()
     wait_until(lambda: server.nodes)

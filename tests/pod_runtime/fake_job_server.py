@@ -126,6 +126,11 @@ class FakeJobServer:
         self.server_id = server_id
         self.start()
 
+    def start_elsewhere(self, server_id: str) -> None:
+        """Start at another address, after `stop`."""
+        self._port = free_port()
+        self.restart(server_id)
+
     def say(self, *plans: StagePlan, leave: bool = False) -> None:
         with self._changed:
             self._plans, self._leave = plans, leave

@@ -31,7 +31,7 @@ from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
 from pod_runtime.errors import LaunchError
 from pod_runtime.launch import check_args
 from pod_runtime.segment_header import SlotHeader, read_newest
-from pod_runtime.shim_wire import read_exit, request
+from pod_runtime.shim_wire import SERVER, read_exit, request, write_json
 from pod_runtime.trainer.errors import UsageError
 from tests.pod_runtime.fake_job_server import FakeJobServer, make_part, make_plan
 from tests.programs import loaded_by
@@ -669,6 +669,18 @@ def test_where_the_server_has_another_token_it_is_read_again(server, make_pod, t
     wait_until(lambda: len(server.attaches) > attaches, what="it attaches")
     wait_until(lambda: len(server.reports) > reports, what="it reports")
     assert pod.console().count("the job server refuses us") == 1
+
+
+def test_a_server_that_has_moved_is_found_where_the_client_says_that_it_is(server, make_pod):
+    pod = make_pod()
+    pod.train()
+    server.stop()
+    wait_until(lambda: "no job server" in pod.console(), what="it is missed")
+    server.start_elsewhere("server-2")
+    attaches, reports = len(server.attaches), len(server.reports)
+    write_json(pod.dir / SERVER, {"url": server.url})
+    wait_until(lambda: len(server.attaches) > attaches, what="it attaches")
+    wait_until(lambda: len(server.reports) > reports, what="it reports")
 
 
 def test_a_pod_that_is_not_wanted_ends_its_trainers_and_exits(server, make_pod):

@@ -126,12 +126,10 @@ class LocalSession:
             (folder / "client").mkdir(parents=True)
             (folder / "train.sh").write_bytes(os.fsencode(self._train_sh))  # in any locale
             keep_token(self._token_file, self._config.token)
-            latest = folder.parent / f".latest.{os.getpid()}"
-            latest.symlink_to(folder.name)
-            latest.replace(folder.parent / "latest")
         except OSError as error:
             raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
         show(f"logs and state in {folder}")
+        link_latest(folder)
         if self._config.keep_runs:
             dropped = drop_old_runs(folder.parent, self._config.keep_runs, time.time())
             if dropped:
@@ -375,6 +373,20 @@ class LocalSession:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def link_latest(folder: Path) -> None:
+    """Have `latest` beside a run's folder lead to it; where it is another user's it stays so."""
+    latest, made = folder.parent / "latest", folder.parent / f".latest.{folder.name}"
+    try:
+        made.symlink_to(folder.name)
+        try:
+            made.replace(latest)
+        except OSError:
+            made.unlink()
+            raise
+    except OSError as error:  # in a folder of all users, as /tmp is
+        show(f"{latest} does not lead there: {error.strerror}")
 
 
 def show_saving(status: JobStatus | None, shown: str) -> str:

@@ -103,6 +103,14 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     }
 
 
+def test_a_run_beside_another_users_latest_one_begins_all_the_same(run, tmp_path):
+    (tmp_path / "latest").mkdir()  # as little to be replaced as a link in a sticky folder
+    job = run("--log_dir", ".", "--max", "1", "--cpu_slots", "1", TOY, "--steps", "5")
+    assert job.process.wait(60) == 0
+    assert f"edl: {tmp_path}/latest does not lead there: Is a directory\n" in job.console()
+    assert not list(tmp_path.glob(".latest*"))
+
+
 @pytest.mark.parametrize(
     ("more", "env"),
     [

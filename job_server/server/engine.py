@@ -546,6 +546,7 @@ class Engine:
                 self._holders[entry.spec.job_id] = entry
             else:
                 self._holders.pop(entry.spec.job_id, None)
+                entry.seen = ClusterMemo()  # all nodes, once more for each job that has ended
             self._held += 1
             self.slots_moved = True
 

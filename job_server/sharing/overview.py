@@ -36,10 +36,11 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
     )
     uses = tuple(nodes)
     succeeded = {job.spec.job_id for job in jobs if job.state is JobState.SUCCEEDED}
+    holders = [job for job in jobs if slots_held(job)]  # of thousands that have ended: none
     return Sharing(
         policy=policy,
         now=now,
-        nodes=tuple(_node(use, jobs) for use in uses),
+        nodes=tuple(_node(use, holders) for use in uses),
         jobs=tuple(_job(job, now, succeeded, uses) for job in waiting),
     )
 

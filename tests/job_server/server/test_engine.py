@@ -22,7 +22,7 @@ from job_server.jobs.events import Event, StopAsked
 from job_server.jobs.work import Goal
 from job_server.server.service import JobService
 from job_server.server.store import Store
-from job_server.sharing import job_types
+from job_server.sharing import job_types, overview
 from job_server.sharing.job_types import AnyJob
 from job_server.training.core.job import Announced, Job
 from job_server.training.core.work import Work
@@ -250,6 +250,42 @@ def test_jobs_that_have_ended_cost_nothing_when_nodes_and_pods_report(tmp_path, 
             assert set(looked_at) == {"digits"}
             assert set(service.engine.live) == {"digits"}
             assert len(service.job_ids()) == 21
+
+
+def test_jobs_that_have_ended_cost_nothing_for_each_node_that_is_shown(monkeypatch):
+    looked_at: list[str] = []
+    slots_held = job_types.slots_held
+
+    def noted(job: AnyJob) -> Mapping[str, frozenset[int]]:
+        looked_at.append(job.spec.job_id)
+        return slots_held(job)
+
+    monkeypatch.setattr(overview, "slots_held", noted)
+    with open_service() as service:
+        for number in range(3):
+            ports = {"port_low": 21000 + 100 * number, "port_high": 21099 + 100 * number}
+            service.register(cpu_node(f"node-{number}", **ports))
+        service.submit(SPEC)
+        service.submit(wire.JobSpec(job_id="old"))
+        service.ask("old", StopAsked(discard=True))
+        service.sharing()
+    assert looked_at.count("old") <= 1 < looked_at.count("digits")
+
+
+def test_a_job_that_has_ended_keeps_no_nodes_in_memory():
+    with open_service() as service:
+        service.register(cpu_node())
+        service.report_node("node-a", wire.NodeReport(node_id="node-a"))
+        service.submit(SPEC)
+        running = wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING)
+        service.report_node("node-a", wire.NodeReport(node_id="node-a", pods=(running,)))
+        entry = service.engine.jobs["digits"]
+        assert entry.seen.cluster.nodes
+        service.ask("digits", StopAsked(discard=True))
+        service.report_node("node-a", wire.NodeReport(node_id="node-a"))
+        assert entry.state.ended
+        service.engine.tick()
+        assert not entry.seen.cluster.nodes
 
 
 # --- a machine that slept, or whose clock was set ------------------------------------------------

@@ -63,10 +63,15 @@ class TrainerOutput:
         """Show what has been added since the last call; `last`: nothing will be added."""
         self._find_logs()
         self._looks += 1
-        for path, log in self._logs.items():
+        for path, log in list(self._logs.items()):
             # A long run has thousands of logs; only the newest stages' grow, but for a few.
             if log.stage > self._newest - _STAGES or self._looks % _RARELY == 0 or last:
-                self._show_log(path, log, last)
+                try:
+                    self._show_log(path, log, last)
+                except FileNotFoundError:  # launchers delete those of old stages
+                    del self._logs[path]
+                except OSError:
+                    continue
         with patient_output():
             self._output.flush()
 
@@ -94,14 +99,12 @@ class TrainerOutput:
                 self._newest = max(self._newest, int(named[2]))
 
     def _show_log(self, path: Path, log: _Log, last: bool) -> None:
-        try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < log.offset:  # it has been cut
-                    log.offset = 0
-                file.seek(log.offset)
-                added = file.read()
-        except OSError:
-            return
+        """Show what has been added to a log. Raises OSError: it cannot be read."""
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < log.offset:  # it has been cut
+                log.offset = 0
+            file.seek(log.offset)
+            added = file.read()
         log.offset += len(added)
         *lines, log.begun = (log.begun + added).split(b"\n")
         if log.begun and (last or len(log.begun) > _LONGEST_LINE):

@@ -92,6 +92,26 @@ def test_a_trainer_that_stays_for_many_stages_is_still_heard(shown):
     assert said == "one\ntwo\n"
 
 
+def test_a_log_that_was_deleted_is_looked_at_no_more(shown, monkeypatch):
+    old = shown.write(0, "one\n")
+    assert shown.new() == "one\n"
+    old.unlink()
+    shown.write(1, "two\n", stage=9)
+    assert "".join(shown.new() for _ in range(10)) == "[rank 1] two\n"
+    looked_at: list[Path] = []
+    look = TrainerOutput._show_log
+
+    def noted(self: TrainerOutput, path: Path, *more: object) -> None:
+        looked_at.append(path)
+        look(self, path, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainerOutput, "_show_log", noted)
+    for _ in range(20):
+        shown.new()
+    assert looked_at
+    assert old not in looked_at
+
+
 @pytest.mark.parametrize("trace", [TRACE, SYNTAX, CHAINED])
 def test_the_same_traceback_of_other_ranks_and_stages_is_shown_once(shown, trace):
     shown.write(0, "step 1\n" + trace)

@@ -74,6 +74,14 @@ def is_gone(folder: Path) -> bool:
         return False
 
 
+def is_deaf(folder: Path) -> bool:
+    """Return whether the socket is gone by which a pod's shim is asked."""
+    try:
+        return not (folder / "sock").exists()
+    except OSError:  # as above
+        return False
+
+
 def is_complete(folder: Path) -> bool:
     """Return whether the pod's launcher has written that its training is complete."""
     try:

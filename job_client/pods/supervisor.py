@@ -276,9 +276,11 @@ class PodSupervisor:
         """
         deadline = time.monotonic() + grace_s
         self.rouse_shim("its pod is to end")
-        self._ask(request)
+        is_told = self._ask(request)
         while not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            if not self._ask({"op": "status"}) and self._shim_is_stopped():
+            answers = self._ask({"op": "status"} if is_told else request)
+            is_told |= answers
+            if not answers and self._shim_is_stopped():
                 break
             deadline = time.monotonic() + ANSWER_S
         if not self._ended.is_set():
@@ -318,9 +320,16 @@ class PodSupervisor:
         processes.send_signal(shim.pid, shim.start_time, signal.SIGCONT)
 
     def keep_folder(self) -> None:
-        """Make the folder anew where somebody has deleted it, and have the shim listen there."""
+        """Make the folder anew where somebody has deleted it, and have the shim listen there.
+
+        So it does where its socket alone is gone, as after a cleaner of old files.
+        """
         shim = self._shim
-        if shim is None or not pod_folder.is_gone(self.folder) or not shim.is_alive():
+        is_gone = shim is not None and pod_folder.is_gone(self.folder)
+        if shim is None or not (is_gone or pod_folder.is_deaf(self.folder)) or not shim.is_alive():
+            return
+        if not is_gone:
+            processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
             return
         logger.error("pod %s: %s was deleted, with its log", self.spec.pod_id, self.folder)
         try:

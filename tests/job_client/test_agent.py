@@ -208,6 +208,15 @@ def test_a_pod_whose_folder_was_deleted_is_told_to_end_and_still_shows_what_it_h
     assert (folder / "released").exists()
 
 
+def test_a_pod_whose_socket_alone_was_deleted_can_be_ended(start_client, server, tmp_path):
+    start_client("sleep 600")
+    server.want_until(PodPhase.RUNNING, pod())
+    (tmp_path / "log" / "pods" / "pod_0_0" / "sock").unlink()
+    state = server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))
+    assert state.signal == signal.SIGTERM
+    assert state.reason.startswith("stopped on request")
+
+
 def test_a_pod_that_ends_while_no_descriptor_is_free_is_reported_as_ended_later(
     start_client, server, tmp_path
 ):

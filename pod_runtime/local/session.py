@@ -36,6 +36,7 @@ from pod_runtime.local.programs import LocalProgram
 from pod_runtime.local.view import JobWatch, patient_output, without_end
 from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
+from pod_runtime.shim_wire import lock_folder
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
 _START_S = 30.0
@@ -77,6 +78,7 @@ class LocalSession:
         self._client: LocalProgram | None = None  # None: not started
         self._interrupts = 0
         self._told_why = False  # a stop that was asked for does not begin
+        self._lock: int | None = None  # systemd-tmpfiles deletes nothing in a folder with one
         self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
 
     def run(self) -> int:
@@ -126,6 +128,7 @@ class LocalSession:
             (folder / "client").mkdir(parents=True)
             (folder / "train.sh").write_bytes(os.fsencode(self._train_sh))  # in any locale
             keep_token(self._token_file, self._config.token)
+            self._lock = lock_folder(folder)
         except OSError as error:
             raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
         show(f"logs and state in {folder}")

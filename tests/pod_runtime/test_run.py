@@ -21,6 +21,7 @@ from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
+from pod_runtime.shim_wire import lock_folder
 from tests import stranger
 from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
@@ -127,6 +128,18 @@ def test_a_run_needs_neither_streams_nor_a_locale(tmp_path, more: str, env: dict
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, timeout=120).returncode == 0
     (log,) = (tmp_path / "edl_run" / "latest" / "trainers").glob("trainer_0*.log")
     assert "größer" in log.read_text("utf-8")
+
+
+def test_the_folder_of_a_run_that_goes_on_has_a_lock_which_cleaners_heed(run, tmp_path):
+    job = run("--max", "1", "--cpu_slots", "1", TOY)
+    job.url()
+    folder = (tmp_path / "edl_run" / "latest").resolve()
+    assert lock_folder(folder) is None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 130
+    lock = lock_folder(folder)
+    assert lock is not None
+    os.close(lock)
 
 
 def test_a_training_needs_few_open_files(run):

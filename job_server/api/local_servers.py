@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import pwd
 import secrets
 import socket
 import threading
@@ -171,7 +172,7 @@ class _Entry:
         if self._is_there():
             return
         self.remove()
-        trouble: object = "neither XDG_RUNTIME_DIR nor HOME is set"
+        trouble: object = "neither XDG_RUNTIME_DIR nor a home is known"
         for folder in _folders(self._environ):
             try:
                 self._write(folder)
@@ -216,15 +217,24 @@ class _Entry:
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield where the list may be; a server writes to the first that it can.
 
-    A job of cron, or a shell of `su -`, is not told of the folder that a log-in has made.
+    A job of cron, or a shell of `su -`, is not told of the folder that a log-in has made; a service
+    of the system not even of its user's home.
     """
     runtime = environ.get("XDG_RUNTIME_DIR") or str(_LOG_INS / str(os.geteuid()))
-    home = environ.get("HOME")
+    home = environ.get("HOME") or _known_home()
     cache = environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
     if runtime and Path(runtime).is_dir():  # made by the log-in, never by a program
         yield Path(runtime) / "edl" / "servers"
     if cache:
         yield Path(cache) / "edl" / "servers"
+
+
+def _known_home() -> str | None:
+    """Return the home that this user has by the system's list; None: he is not in it."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:  # in a container, say
+        return None
 
 
 def _is_private(folder: Path) -> bool:

@@ -64,6 +64,16 @@ def test_a_program_that_nobody_logged_in_for_finds_the_server_of_a_log_in(tmp_pa
         assert [server.url for server in local_servers(logged_in)] == [URL]
 
 
+def test_a_service_that_is_told_of_no_home_has_the_list_where_its_users_commands_look(
+    environ, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(local_servers_module, "_LOG_INS", tmp_path / "no user")
+    monkeypatch.setattr(local_servers_module, "_known_home", lambda: environ["HOME"])
+    with listed(URL, token_file=None, folder=tmp_path, environ={}):
+        assert [server.url for server in local_servers(environ)] == [URL]
+        assert [server.url for server in local_servers({})] == [URL]
+
+
 def test_a_list_that_others_may_write_is_not_believed(environ, tmp_path):
     with listed("http://127.0.0.1:1", token_file=None, folder=tmp_path, environ=environ):
         open_to_others = tmp_path / "runtime" / "edl" / "servers"
@@ -76,6 +86,7 @@ def test_a_list_that_others_may_write_is_not_believed(environ, tmp_path):
 
 def test_a_server_that_no_list_takes_runs_all_the_same_and_says_so(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(local_servers_module, "_LOG_INS", tmp_path / "no user")
+    monkeypatch.setattr(local_servers_module, "_known_home", lambda: None)
     (tmp_path / "home").write_text("not a folder")
     for environ in ({}, {"HOME": str(tmp_path / "home")}):
         caplog.clear()

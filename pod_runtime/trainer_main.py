@@ -24,7 +24,10 @@ _CHAIN = 10  # exceptions of one error
 _NAME_CHARS = 300
 _TYPES = 20  # classes of one exception
 _CHANNEL = "EDL_CHANNEL"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of a disk that is full, that the kernel has made read-only after an error, or that is gone.
+_CANNOT_BE_WRITTEN = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def run(argv: list[str]) -> None:
     channel, pid, cwd = os.environ.get(_CHANNEL), os.getpid(), os.getcwd()
     keep_sigterm_quiet()
     show_stacks_on_sigquit()
-    forgive_full_disks()
+    forgive_failing_disks()
     try:
         _execute(script)
     except KeyboardInterrupt:
@@ -96,8 +99,8 @@ def _execute(script: str) -> None:
     exec(compile(text, script, "exec", dont_inherit=True), main.__dict__)
 
 
-def forgive_full_disks() -> None:
-    """Ignore what is printed to a full disk: a `print` must not end a training."""
+def forgive_failing_disks() -> None:
+    """Ignore what is printed to a disk that takes nothing: a `print` must not end a training."""
     import io
     import stat
 
@@ -106,7 +109,7 @@ def forgive_full_disks() -> None:
             try:
                 super().write(data)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _CANNOT_BE_WRITTEN:
                     raise
             return len(data)
 

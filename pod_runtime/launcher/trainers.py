@@ -137,16 +137,16 @@ class TrainerProcess:
 
 
 def _log_to(path: Path, rank: int) -> Path:
-    """Return where a trainer's output can go: without an inode for its log, nowhere.
+    """Return where a trainer's output can go: where its log cannot be made, nowhere.
 
     Raises:
-        OSError: its log cannot be made, but not for a full disk, which ends no training.
+        OSError: not for the disk's sake. One that is full, read-only or gone ends no training.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
             raise
         logger.warning("rank %d: what it says is lost, as it gets no log: %s", rank, error)
         return Path(os.devnull)

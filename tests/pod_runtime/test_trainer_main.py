@@ -296,6 +296,22 @@ def test_a_full_disk_under_the_log_ends_no_script_that_prints(tmp_path, unbuffer
     assert log.stat().st_size == 1000
 
 
+def test_a_log_on_a_failing_disk_ends_no_script_that_prints(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"print('x', flush=True)\nopen({str(tmp_path / 'end')!r}, 'w').write('0')\n")
+    # A regular file of which each write fails (EIO): the memory at address 0, where nothing is.
+    with open("/proc/self/mem", "r+b", buffering=0) as output:
+        with pytest.raises(OSError, match="Input/output error"):
+            output.write(b"x")
+        ended = subprocess.run(
+            [sys.executable, MAIN, str(script)],
+            stdout=output,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            check=False,
+        )
+    assert (ended.returncode, (tmp_path / "end").read_text()) == (0, "0")
+
+
 def test_an_output_that_is_closed_is_an_error_as_ever(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os\nos.close(1)\nprint('lost')\n")

@@ -68,15 +68,16 @@ def test_a_program_that_does_not_exist_is_refused_with_its_name(tmp_path):
     assert refused.value.rank == 3
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("call", ["mkdir", "open"])
-def test_a_trainer_for_whose_log_the_disk_has_no_inode_runs_without_one(
-    tmp_path, monkeypatch, call: str
+def test_a_trainer_for_whose_log_the_disk_has_no_inode_or_is_read_only_runs_without_one(
+    tmp_path, monkeypatch, call: str, code: int
 ):
     real = getattr(Path, call)
 
     def full(path: Path, *args: Any, **kwargs: Any) -> Any:
         if tmp_path in path.parents:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(code, os.strerror(code))
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, call, full)

@@ -173,15 +173,20 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
 
 def warn_of_hooks(model: Any) -> None:
     """Say which parameters have hooks on their gradients: those see what a shard has made."""
-    names = [name for name, each in model.named_parameters() if each._backward_hooks]
-    if names:
-        logger.warning(
-            "model: %s%s has a hook (register_hook), which gets the gradient of each shard, "
-            "weighed by its share of the batch, and not that of the batch: one that clips or adds "
-            "noise does something else. Do that by optimizer.register_step_pre_hook, which finds "
-            "the whole gradient, or by step.clip(max_norm)",
-            names[0], f" (and {len(names) - 1} more)" if len(names) > 1 else "",
-        )  # fmt: skip
+    for kind, held in (
+        ("register_hook", "_backward_hooks"),
+        ("register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"),
+    ):
+        names = [name for name, each in model.named_parameters() if getattr(each, held, None)]
+        if names:
+            logger.warning(
+                "model: %s%s has a hook (%s), which gets the gradient of each shard, weighed by "
+                "its share of the batch, or the sum of this trainer's so far, and not that of the "
+                "batch: one that clips or adds noise does something else. Do that by "
+                "optimizer.register_step_pre_hook, which finds the whole gradient, or by "
+                "step.clip(max_norm)",
+                names[0], f" (and {len(names) - 1} more)" if len(names) > 1 else "", kind,
+            )  # fmt: skip
 
 
 def unowned_parameters(model: Any, *optimizers: Any) -> UnownedParameters:

@@ -376,12 +376,17 @@ def test_workers_seed_generators_of_their_own_anew_in_each_epoch_and_the_same_in
 
 
 def test_a_hook_on_a_parameter_is_told_and_one_of_the_optimizer_finds_the_whole_gradient(caplog):
+    def clamp(parameter: Any) -> None:
+        parameter.grad.clamp_(-1, 1)
+
     def train(at: str, shards: int) -> list[float]:
         torch.manual_seed(1)
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if at == "parameter":
             model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        elif at == "accumulated":
+            model.weight.register_post_accumulate_grad_hook(clamp)
         else:
             optimizer.register_step_pre_hook(
                 lambda *_args: nn.utils.clip_grad_value_(model.parameters(), 1.0)
@@ -400,6 +405,11 @@ def test_a_hook_on_a_parameter_is_told_and_one_of_the_optimizer_finds_the_whole_
     assert train("parameter", 2) != pytest.approx(train("parameter", 1))
     assert (
         "model: weight has a hook (register_hook), which gets the gradient of each" in caplog.text
+    )
+    train("accumulated", 2)
+    assert (
+        "model: weight has a hook (register_post_accumulate_grad_hook), which gets the gradient"
+        in caplog.text
     )
 
 

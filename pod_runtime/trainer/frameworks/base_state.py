@@ -10,7 +10,7 @@ import json
 import logging
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -127,6 +127,7 @@ class BaseState(ABC):
         self._open_step = OpenStep(self._marks)
         self._committed_traits: Found | None = None  # None: no step was committed
         self._edits: list[str] = []  # that were said
+        self._new: set[str] = set()  # objects of `extra` of which a state had nothing; were said
         self._sizes = [each.sizes() for each in optimizers]
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
@@ -324,6 +325,7 @@ class BaseState(ABC):
             self._load_scaler(scalars["scaler"])
         arrays = set(scalars.get("arrays", ()))
         self._load_extra(by_group["extra"], source, scalars.get("extra", {}), arrays)
+        self._say_new(name for name in self._extra if name not in scalars.get("extra", {}))
         for optimizer, _specs, plain in self._parts({}, scalars):
             optimizer.load_plain(plain)
             self._say_edits(optimizer.built, plain.get("built", {}))
@@ -351,6 +353,21 @@ class BaseState(ABC):
                 "this script has other options than the training was begun with: %s. It goes on "
                 "with its own, which are part of its state; set others in the body of an epoch",
                 ", ".join(edits),
+            )
+
+    def _say_new(self, names: Iterable[str]) -> None:
+        """Say which objects a state knows nothing of; each once.
+
+        The script has built them before its model was what it is now.
+        """
+        new = [name for name in names if name not in self._new]
+        self._new.update(new)
+        if new:
+            logger.warning(
+                "extra: the state has no %s, which stays as this script has built it: a copy of "
+                "the model, as for a moving average, is of the values that the model had before "
+                "Loop(...). Where it is to begin with those of the state, set it after that",
+                ", ".join(map(repr, new)),
             )
 
     def _parts(

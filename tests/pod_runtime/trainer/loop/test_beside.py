@@ -555,6 +555,29 @@ def test_options_that_are_edited_before_a_training_goes_on_are_told(kit, tmp_pat
         assert ("weight_decay 0.75 (before: 0.5)" in caplog.text) == isinstance(kit, Torch)
 
 
+def test_an_object_of_which_the_state_knows_nothing_is_told(kit, tmp_path, caplog):
+    """As an average that is added where a training goes on: it was built before the model came."""
+
+    def run(epochs: int, *names: str) -> None:
+        model = kit.net()
+        loop = elastic.Loop(
+            model, kit.sgd(model), DATA, epochs=epochs, batch_size=8, checkpoint=tmp_path,
+            extra={name: Shadow(kit, model) for name in names},
+        )  # fmt: skip
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+
+    with caplog.at_level(logging.WARNING):
+        run(1, "first")
+        run(2, "first")
+        assert "extra" not in caplog.text
+        run(3, "first", "second")
+        assert caplog.text.count("extra: the state has no 'second', which stays as this") == 1
+
+
 def weights_after(kit: Any, evaluate: Callable[..., None], *, epochs: int = 2) -> list[float]:
     """Return a model's weights; `evaluate` is called after each epoch, and within its last step."""
     model = kit.net()

@@ -20,6 +20,11 @@ from pod_runtime.trainer.errors import UsageError
 from tests.job_server.serving import ServerProcess, running_server
 from tests.support import ROOT, standing_still, wait_until
 
+FROM_THE_BEGINNING = ReadFrom(
+    epoch=0, step=0, offset=0, global_step=0, rank=0, world_size=1, first_shard=0,
+    stop_shard=1, micro_batch=4, shard_samples=(4,),
+)  # fmt: skip
+
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
@@ -145,13 +150,22 @@ def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, t
     for number in range(3):
         (tmp_path / f"bad-{number}.npy").write_bytes(b"no array")
     reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q", max_tries=1)
-    start = ReadFrom(
-        epoch=0, step=0, offset=0, global_step=0, rank=0, world_size=1, first_shard=0,
-        stop_shard=1, micro_batch=4, shard_samples=(4,),
-    )  # fmt: skip
-    for records in (reader(), reader.batches(steps_per_epoch=2)(start)):
+    for records in (reader(), reader.batches(steps_per_epoch=2)(FROM_THE_BEGINNING)):
         with pytest.raises(UsageError, match=r"nobody can read any of the 3 tasks.*edl tasks q"):
             next(records)
+
+
+@pytest.mark.parametrize("others", [[], ["bad-0.npy"]])
+def test_files_without_a_record_are_an_error_and_no_endless_search(server, tmp_path, others):
+    for name in ("empty-0.txt", "empty-1.txt", *others):
+        (tmp_path / name).write_bytes(b"")
+    reader = cloud_reader([str(tmp_path / "empty-*"), *(str(tmp_path / each) for each in others)],
+                          server.url, queue="q", max_tries=1)  # fmt: skip
+    with pytest.raises(UsageError, match=rf"no record is in any of the {2 + len(others)} tasks"):
+        next(reader.batches(steps_per_epoch=2)(FROM_THE_BEGINNING))
+    (tmp_path / "empty-1.txt").write_text("1\n2\n")
+    found = next(reader.batches(steps_per_epoch=2)(FROM_THE_BEGINNING))
+    assert [*found[3]] == ["1", "2", "1", "2"], "as long as there are some, empty ones are read on"
 
 
 @pytest.mark.parametrize(

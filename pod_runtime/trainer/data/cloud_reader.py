@@ -125,14 +125,16 @@ def cloud_reader(
             )
             text += "" if records_per_task is None else ", or take a larger records_per_task"
         raise UsageError(text) from None
-    return CloudReader(server, name, read, in_use)
+    return CloudReader(server, name, read, in_use, len(tasks))
 
 
 class CloudReader:
     """Reads by a task queue: each call is one pass. `cloud_reader` makes it."""
 
-    def __init__(self, server: "_Server", name: str, read: Read, in_use: int) -> None:
+    def __init__(self, server: "_Server", name: str, read: Read, in_use: int, tasks: int) -> None:
+        """`tasks`: how many the queue has."""
         self._server, self._name, self._read, self._in_use = server, name, read, in_use
+        self._tasks = tasks
         self._given = _Given(in_use)
         self._passes = itertools.count()
         self._ends_in = 0  # the process at whose end the last tasks are reported
@@ -187,6 +189,7 @@ class CloudReader:
         given.report_all()  # of the pass before: its last batch has been used
         worker, place = _worker(os.environ), _place(os.environ)
         asked = LeaseAsked(worker=worker, place=place, pass_number=pass_number)
+        empty: set[int] = set()  # tasks without a record, since there was one
         for tries in itertools.count():
             lease = self._server.call(lambda api: api.lease_task(self._name, asked))
             if lease.unreadable:
@@ -222,6 +225,16 @@ class CloudReader:
             except BaseException:  # the script stops here, or fails
                 given.give_back(task)
                 raise
+            if task.records:
+                empty.clear()
+            elif not task.lost:
+                empty.add(lease.number)
+            if pass_number is None and len(empty) == self._tasks:  # there is no end to wait for
+                raise UsageError(
+                    f"paths: no record is in any of the {self._tasks} tasks of the queue "
+                    f"{self._name!r}, so that no batch would ever come; see to the files, and to "
+                    f"what read= yields"
+                )
 
 
 def read_records(path: str, start: int, stop: int | None) -> Iterator[Any]:

@@ -45,13 +45,6 @@ class ShardBuffers:
             mine = [each for each in self.tensors if flat_dtype(dtype_name(each)) == dtype]
             slices, size = lay_out(mine, dtype)
             self._groups.append((mine, slices, make(size, dtype), make(size, dtype), size))
-        # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be told,
-        # but what the shards have made of it can: as the change from zero.
-        self._infinite = {
-            flat_dtype(dtype_name(each))
-            for each in self.own.tensors
-            if not bool(paddle.isfinite(each.astype("float64")).all())
-        }
         self._bases: dict[str, Any] = {}  # from which changes are counted, by type
         self._shards = 0  # of this rank since the last update
         self._had_shards = False  # before that, in this step
@@ -65,8 +58,9 @@ class ShardBuffers:
         self.own.take_back()
         for tensors, slices, start, _now, size in self._groups:
             start.gather(tensors, slices)
-            base = start.values(0, size)
-            self._bases[start.dtype] = _finite(base) if start.dtype in self._infinite else base
+            # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be
+            # told, but what the shards have made of it can: as the change from zero.
+            self._bases[start.dtype] = _finite(start.values(0, size))
             self._changes[start.dtype] = self.no_changes(start.dtype)
         self._shards, self._had_shards = 0, False
 
@@ -76,7 +70,7 @@ class ShardBuffers:
         self.begin_step()
         self._had_shards = had_shards
         for _tensors, _slices, start, _now, size in self._groups:
-            if had_shards and start.dtype in self._infinite:  # without a shard it stays as it is
+            if had_shards:  # without a shard it stays as it is
                 self._changes[start.dtype] = start.values(0, size) - self._bases[start.dtype]
 
     def end_shard(self) -> None:
@@ -141,6 +135,8 @@ def _finite(values: Any) -> Any:
     """Return numbers with zeros in place of those that are not finite."""
     if isinstance(values, paddle.Tensor):
         return paddle.nan_to_num(values, 0.0, 0.0, 0.0)
+    if np.isfinite(values).all():
+        return values
     return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 

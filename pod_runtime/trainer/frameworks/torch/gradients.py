@@ -61,11 +61,8 @@ class _Buffers:
         self.start = _Flat(tensors, dtype, device)  # as every shard finds them
         self.now = _Flat(tensors, dtype, device)  # as the newest shard has left them
         self.changes = _Flat(tensors, dtype, device).values  # sum over this rank's shards
-        # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be told,
-        # but what the shards have made of it can: as the change from zero.
-        self.is_finite = all(bool(each.isfinite().all()) for each in tensors)
-        # From which changes are counted.
-        self.base = self.start.values if self.is_finite else _Flat(tensors, dtype, device).values
+        self.base = self.start.values  # from which changes are counted
+        self._may_be_infinite = dtype.is_floating_point
         self._own = own
         self._is_on_host = (
             _SHARES and device.type == "cpu" and all(each.dtype == dtype for each in tensors)
@@ -76,9 +73,10 @@ class _Buffers:
     def begin(self) -> None:
         """Copy the buffers to `start`."""
         self._keep(self.start)
-        if not self.is_finite:
-            lib = np if isinstance(self.base, np.ndarray) else torch
-            self.base[:] = lib.nan_to_num(self.start.values, nan=0.0, posinf=0.0, neginf=0.0)
+        # Of an infinite value (a mask's, or a limit's that is not found yet) no change can be told,
+        # but what the shards have made of it can: as the change from zero.
+        if self._may_be_infinite:
+            self.base = _finite(self.start.values)
 
     def swap(self) -> None:
         """Copy the buffers to `now`, and `start` to the buffers."""
@@ -199,7 +197,7 @@ class TorchShardBuffers:
         for each in self._groups.values():
             if not self.shards:
                 each.changes[:] = 0
-                if self._had_shards and not each.is_finite:
+                if self._had_shards and each.base is not each.start.values:
                     each.changes[:] = each.start.values - each.base  # it stays as it is
             elif self._counted == 0:
                 each.changes[:] = each.now.values - each.base
@@ -231,6 +229,15 @@ class TorchShardBuffers:
     def _put_now(self) -> None:
         for each in self._groups.values():
             each.end()
+
+
+def _finite(values: Any) -> Any:
+    """Return numbers with zeros in place of those that are not finite."""
+    if not isinstance(values, np.ndarray):  # of a device, which is not waited for
+        return torch.nan_to_num(values, 0.0, 0.0, 0.0)
+    if np.isfinite(values).all():
+        return values
+    return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _zeros_like(values: Any) -> Any:

@@ -524,6 +524,22 @@ def test_buffers_that_move_as_a_whole_are_not(kit):
     train(kit, model, shards=2, after_shard=move)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_buffer_may_become_infinite_as_the_training_goes_on(kit, shards):
+    """As a mask of which the script puts more and more values to -inf."""
+    model = kit.net()
+    kit.buffer(model, "mask", np.zeros(2, np.float32))
+    found = []
+
+    def widen(epoch: Any) -> None:
+        found.append(model.mask.tolist())
+        if epoch.number == 1:
+            kit.set(model.mask, kit.tensor(np.array([-np.inf, 0], np.float32)))
+
+    train(kit, model, epochs=3, before_epoch=widen, shards=shards)
+    assert found == [[0, 0], [0, 0], [-np.inf, 0]]
+
+
 def test_options_that_are_edited_before_a_training_goes_on_are_told(kit, tmp_path, caplog):
     """They are part of the state; the log says so, once."""
 

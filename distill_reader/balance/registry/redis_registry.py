@@ -80,6 +80,7 @@ class RedisRegistry:
             raise UsageError(_NEEDED) from error
         self._errors: tuple[type[BaseException], ...] = (redis.RedisError, OSError, TimeoutError)
         self._refused = redis.ResponseError
+        self._replica = redis.ReadOnlyError
         self._stranger = redis.AuthenticationError
         self._addresses = tuple(addresses)
         self._clients = [_client(address) for address in addresses]
@@ -278,6 +279,11 @@ class RedisRegistry:
         try:
             yield self._clients[at]
         except self._errors as error:
+            if isinstance(error, self._replica):
+                # After a failover the address may lead to another Redis, and the one before keeps
+                # its connections: only new ones find that out.
+                with contextlib.suppress(*self._errors):
+                    await self._clients[at].connection_pool.disconnect()
             name = str(self._addresses[at])
             if at == self._at:
                 self._at = (at + 1) % len(self._clients)

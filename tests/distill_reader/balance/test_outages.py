@@ -1,6 +1,7 @@
 """What students notice of servers and Redis that die, hang and come back: nothing."""
 
 import signal
+import socket
 import time
 
 import pytest
@@ -193,6 +194,36 @@ def test_a_redis_that_has_lost_teachers_and_is_back_at_once_moves_nothing(redis_
             restart.execute()
             wait_for_the_end_of_leases()
     assert [list(student.told) for student in students] == before
+
+
+def test_after_a_failover_the_name_of_a_redis_is_looked_up_anew(
+    redis_server, run, monkeypatch, tmp_path
+):
+    """The one before has become a replica, and keeps the connections that it has."""
+    (tmp_path / "heir").mkdir()
+    heir = run(RedisProcess, tmp_path / "heir")
+    port, look_up = redis_server.port, socket.getaddrinfo
+
+    def look_up_redis(host, asked_port, *args, **options):
+        if host == "redis.test":
+            host, asked_port = "127.0.0.1", port
+        return look_up(host, asked_port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_redis)
+    url = "redis://redis.test:6379"
+    server = run(LocalDiscovery, url)
+    direct = run(LocalStudent, url)
+    served = run(LocalStudent, server.endpoint)
+    teachers = [run(LocalTeacher, url) for _ in range(2)]
+    wait_until(lambda: share([direct, served], teachers))
+    with redis.Redis(port=heir.port) as new, redis.Redis(port=redis_server.port) as old:
+        new.replicaof("127.0.0.1", redis_server.port)
+        wait_until(lambda: new.info("replication")["master_link_status"] == "up")
+        new.replicaof("NO", "ONE")
+        port = heir.port
+        old.replicaof("127.0.0.1", heir.port)
+    teachers += [run(LocalTeacher, url) for _ in range(2)]
+    wait_until(lambda: share([direct, served], teachers))
 
 
 def test_the_connection_for_changes_is_never_silent_for_long(redis_server, run, monkeypatch):

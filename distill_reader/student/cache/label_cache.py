@@ -1,6 +1,7 @@
 """The cache of soft labels of one service: looks up a reader's items, and stores answers."""
 
 import logging
+import os
 import threading
 import zlib
 from bisect import bisect_right
@@ -15,6 +16,7 @@ from distill_reader.errors import BadRequest, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.batches.feed import Request
 from distill_reader.student.batches.items import ItemPiece, ReaderItem, Signature
+from distill_reader.student.cache import label_space as space
 from distill_reader.student.cache.label_store import Described, Inputs, LabelStore, RowLayout
 from distill_reader.student.clients.client import Array
 from distill_reader.student.labels.labels import Labels, ServedOutput
@@ -114,8 +116,16 @@ class LabelCache:
         root = Path(self._options.folder)
         self._store = LabelStore(root, identity, max_bytes=self._options.max_bytes)
         self._version = version
-        if not self._store.is_closed:
-            logger.info("cache %s: %d labels", self._store.folder, len(self._store))
+        if self._store.is_closed:
+            return
+        logger.info("cache %s: %d labels", self._store.folder, len(self._store))
+        if space.is_of_one_pod(root, os.environ):
+            logger.warning(
+                "cache %s: is in the folder of this pod alone: other pods of the job, and those "
+                "that come later, have their own, and ask for all labels again. Name an absolute "
+                "path",
+                root,
+            )
 
     def find(self, item: ReaderItem) -> int:
         """Answer the samples of an item that are cached; its pieces are then the other samples.

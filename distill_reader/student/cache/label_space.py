@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "labels-"
 _GONE = "gone-"  # prefix of a folder that is being removed
+_POD_FOLDER = "EDL_POD_FOLDER"  # variable of a pod's environment
 
 
 def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
@@ -44,6 +45,17 @@ def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
                 os.close(fd)
                 raise
             os.close(fd)
+
+
+def is_of_one_pod(root: Path, environ: Mapping[str, str]) -> bool:
+    """Return whether it is in the folder that a job client's pod, this one, has for itself.
+
+    What that folder, or one within, is a link to is shared.
+    """
+    above, own = os.path.split(environ.get(_POD_FOLDER, ""))
+    return bool(own) and Path(os.path.realpath(root)).is_relative_to(
+        Path(os.path.realpath(above), own)
+    )
 
 
 def open_file(path: Path) -> int:

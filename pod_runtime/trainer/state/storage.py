@@ -33,7 +33,11 @@ def check_outlives_pod(path: str | os.PathLike[str], environ: Mapping[str, str])
         UsageError: it is there.
     """
     text, folder = os.fspath(path), environ.get(POD_FOLDER)
-    if folder and "://" not in text and Path(os.path.abspath(text)).is_relative_to(folder):
+    # Where a relative path leads has no links in it, and --pod_path may have some. What the pod's
+    # folder itself, or one within, is a link to is shared.
+    above, own = os.path.split(folder or "")
+    its = Path(os.path.realpath(above), own)
+    if folder and "://" not in text and Path(os.path.realpath(text)).is_relative_to(its):
         raise UsageError(
             f"checkpoint: {text} is in {folder}, the folder of this pod alone: pods that come "
             f"later have others, and would begin the training anew. Give an absolute path that "

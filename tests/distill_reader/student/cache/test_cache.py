@@ -53,6 +53,34 @@ def make(reach: Callable[..., None]) -> Make:
     return make_reader
 
 
+@pytest.mark.parametrize(
+    ("folder", "is_own"),
+    [
+        ("labels", True),
+        ("{pod}/labels", True),
+        ("../labels", False),
+        ("{all}/labels", False),
+        ("shared", False),  # a link
+    ],
+)
+def test_a_cache_that_no_other_pod_would_find_is_told(
+    make: Make, tmp_path: Path, monkeypatch, caplog, folder: str, is_own: bool
+):
+    (tmp_path / "disk" / "pod_0_0").mkdir(parents=True)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "pods").symlink_to(tmp_path / "disk")  # as --pod_path may be
+    pod = tmp_path / "pods" / "pod_0_0"
+    (pod / "shared").symlink_to(tmp_path / "all")
+    monkeypatch.setenv("EDL_POD_FOLDER", str(pod))
+    monkeypatch.chdir(pod)
+    reader = make(FakeTeacher("a:1", V1)).set_cache(folder.format(pod=pod, all=tmp_path / "all"))
+    reader.set_batch_generator(lambda: batches([1, 2, 3]))
+    for _ in range(2):
+        list(reader())
+    told = [each for each in caplog.messages if "of this pod alone" in each]
+    assert len(told) == is_own
+
+
 def test_a_second_epoch_asks_no_teacher(make: Make, tmp_path: Path):
     teacher = FakeTeacher("a:1", V1)
     reader = make(teacher).set_cache(tmp_path)

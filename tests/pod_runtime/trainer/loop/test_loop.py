@@ -139,12 +139,26 @@ def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
         make(checkpoint=tmp_path / "file" / "ckpt")
 
 
-def test_a_training_does_not_begin_whose_checkpoints_no_later_pod_would_find(tmp_path, monkeypatch):
-    (tmp_path / "pod_3_0").mkdir()
-    monkeypatch.chdir(tmp_path / "pod_3_0")
-    monkeypatch.setenv("EDL_POD_FOLDER", str(tmp_path / "pod_3_0"))
+@pytest.mark.parametrize("pods", ["disk", "link"])
+def test_a_training_does_not_begin_whose_checkpoints_no_later_pod_would_find(
+    tmp_path, monkeypatch, pods
+):
+    (tmp_path / "disk" / "pod_3_0").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")  # as --pod_path may be
+    monkeypatch.chdir(tmp_path / pods / "pod_3_0")
+    monkeypatch.setenv("EDL_POD_FOLDER", str(tmp_path / pods / "pod_3_0"))
     with pytest.raises(elastic.UsageError, match=r"checkpoint: out is in .*, the folder of this"):
         make(checkpoint="out")
+
+
+@pytest.mark.parametrize("shared", ["pod_3_0", "pod_3_0/out"])
+def test_what_a_package_script_links_to_is_of_all_pods(tmp_path, monkeypatch, shared):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / shared).parent.mkdir(exist_ok=True)
+    (tmp_path / shared).symlink_to(tmp_path / "shared")
+    monkeypatch.chdir(tmp_path / "pod_3_0")
+    monkeypatch.setenv("EDL_POD_FOLDER", str(tmp_path / "pod_3_0"))
+    make(checkpoint="out")
 
 
 def test_checkpoints_stay_where_they_are_when_the_script_changes_its_folder(tmp_path, monkeypatch):

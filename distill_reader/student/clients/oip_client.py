@@ -15,6 +15,7 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    TeacherBusy,
     TeacherFailed,
     TeacherGone,
     TransientFailure,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # clients over HTTP do not load gRPC
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
+_READY_AGAIN_S = 0.5  # until a teacher is asked again of whose models none is ready
 _BYTES = "binary_tensor_data"  # the extension by which tensors go as bytes over HTTP
 _NOT_READ = frozenset({400, 415, 422, 500})  # HTTP statuses of a server that takes JSON alone
 _INVALID = 400  # HTTP's status of a request that the model does not take
@@ -107,24 +109,23 @@ class OipGrpcClient:
         )
         return oip_messages.decode_metadata(answer)
 
-    def _list_models(self, timeout_s: float) -> list[str]:
-        """Return the models that are ready; Triton's extension of the protocol."""
+    def _list_models(self, timeout_s: float) -> list[tuple[str, str]]:
+        """Return the models with their states, as Triton's extension lists them; []: no list."""
         try:
             answer = self._connection.call(f"{_SERVICE}RepositoryIndex", b"", timeout_s=timeout_s)
         except ProtocolMismatch:
             # A server of the plain protocol has no such list, but has ServerLive.
             self._connection.call(f"{_SERVICE}ServerLive", b"", timeout_s=timeout_s)
             return []
-        names = []
+        models = []
         for number, _, model in protobuf_wire.read_fields(memoryview(answer)):
             if number == 1:
                 fields = {
                     field: protobuf_wire.read_text(value)
                     for field, _, value in protobuf_wire.read_fields(model)
                 }
-                if fields.get(3, _READY) == _READY:
-                    names.append(fields.get(1, ""))
-        return sorted(set(names))
+                models.append((fields.get(1, ""), fields.get(3, _READY)))
+        return models
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
         """Return the most samples of a request; None: not announced. Triton's extension."""
@@ -251,8 +252,8 @@ class OipHttpClient:
             self._connection.refuse(answer)
         return oip_json.decode_metadata(bytes(answer.body))
 
-    def _list_models(self, timeout_s: float) -> list[str]:
-        """Return the models that are ready; Triton's extension of the protocol."""
+    def _list_models(self, timeout_s: float) -> list[tuple[str, str]]:
+        """Return the models with their states, as Triton's extension lists them; []: no list."""
         headers = {"Content-Type": "application/json"}
         answer = self._connection.request(
             "POST", "/v2/repository/index", [b"{}"], headers, timeout_s=timeout_s
@@ -262,7 +263,7 @@ class OipHttpClient:
             return []
         try:
             models = json.loads(bytes(answer.body))
-            return sorted({m["name"] for m in models if m.get("state", _READY) == _READY})
+            return sorted((m["name"], m.get("state", _READY)) for m in models)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TeacherGone(f"{self.endpoint}: its list of models: {error}") from error
 
@@ -345,13 +346,25 @@ def _check_bounds(client: OipGrpcClient | OipHttpClient, most: int | None) -> No
         )
 
 
-def _only(endpoint: str, names: Sequence[str]) -> str:
+def _only(endpoint: str, listed: Sequence[tuple[str, str]]) -> str:
+    """Return the only model that is ready, of those listed with their states.
+
+    Raises:
+        ModelNotFound, UsageError: it must be named.
+        TeacherBusy: none is ready, as while they are loaded, or the teacher drains.
+    """
+    names = sorted({name for name, state in listed if state == _READY})
     if len(names) == 1:
         return names[0]
     if names:
         raise ModelNotFound(
             f"{endpoint}: serves several models, name one, as {endpoint}/{names[0]}: "
             f"{', '.join(names)}"
+        )
+    if listed:
+        states = ", ".join(sorted({f"{name} ({state})" for name, state in listed}))
+        raise TeacherBusy(
+            f"{endpoint}: none of its models is ready: {states}", delay_s=_READY_AGAIN_S
         )
     raise UsageError(
         f"{endpoint}: speaks the Open Inference Protocol and does not list its models: name the "

@@ -78,7 +78,7 @@ def test_a_teacher_may_answer_with_typed_contents(run):
     ("models", "error", "text"),
     [
         (None, UsageError, "does not list its models: name the model, as .*/NAME"),
-        ((), UsageError, "name the model"),
+        ((), TeacherBusy, r"none of its models is ready: x \(UNAVAILABLE\)"),
         (("a", "b"), ModelNotFound, r"several models, name one, as .*/a: a, b"),
     ],
 )
@@ -89,6 +89,22 @@ def test_a_model_that_must_be_named_is_asked_for(run, models, error, text):
     connect(f"grpc://{teacher.endpoint}/sums").close()
     with pytest.raises(ModelNotFound, match="unknown model nope"):
         connect(f"grpc://{teacher.endpoint}", model="nope")
+
+
+def test_a_teacher_whose_model_is_not_ready_is_not_told_to_list_none(run):
+    """As one that loads it, drains, or whose predictor is started again."""
+    state = "UNAVAILABLE"
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path == "/v2/repository/index":
+            return 200, {}, json.dumps([{"name": "sums", "state": state}]).encode()
+        return answer_oip(method, path, headers, body)
+
+    endpoint = f"http://{run(HttpTeacher(answer)).endpoint}"
+    with pytest.raises(TeacherBusy, match=r"none of its models is ready: sums \(UNAVAILABLE\)"):
+        connect(endpoint)
+    state = "READY"
+    connect(endpoint).close()
 
 
 def test_a_model_that_the_http_teacher_lacks_is_named(run):

@@ -127,6 +127,7 @@ class StudentClient:
         self._session = 0
         self._held = tuple(held)
         self._unusable = UnusableTeachers()
+        self._told_unusable: tuple[str, ...] = ()  # by the last report
         self._astray: tuple[str, ...] = ()  # of the last list: those of other hosts' loopback
         self._has_heard = bool(held)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -288,6 +289,15 @@ class StudentClient:
                         f"discovery server {connection.endpoint}: sent no list of teachers"
                     )
                 self._take(teachers, is_elsewhere=connection.is_elsewhere)
+            elif answer.get("away") is True and self._is_stranded:
+                raise DiscoveryUnavailable(
+                    f"discovery server {connection.endpoint}: its registry is away"
+                )
+
+    @property
+    def _is_stranded(self) -> bool:
+        """Whether it has no teacher that answers, and another server may know one."""
+        return len(self._addresses) > 1 and set(self._held) <= set(self._told_unusable)
 
     async def _report(self, connection: ClientConnection) -> None:
         while True:
@@ -338,6 +348,8 @@ class StudentClient:
 
     def _student(self) -> Student:
         feed_stats = self._feed_stats()
+        silent = (*feed_stats.unusable, *self._astray)
+        self._told_unusable = self._unusable.note(silent, time.monotonic())
         return Student(
             student=self._name,
             session=self._session,
@@ -346,7 +358,7 @@ class StudentClient:
             wait_share=feed_stats.wait_share,
             samples_per_s=feed_stats.samples_per_s,
             measured=feed_stats.measured,
-            unusable=self._unusable.note((*feed_stats.unusable, *self._astray), time.monotonic()),
+            unusable=self._told_unusable,
         )
 
 

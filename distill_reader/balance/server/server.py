@@ -359,7 +359,9 @@ class _Session:
             self._student, self._is_over = None, True
             return {"type": "ok"}
         self._report(self._student, request)
-        return {"type": "ok"}
+        # A student that lacks a teacher then asks another server.
+        is_away = self._server.balancer.view.away is not None
+        return {"type": "ok", "away": True} if is_away else {"type": "ok"}
 
     async def _answer_register(self, request: LegacyRegister) -> Mapping[str, Any]:
         self._is_legacy = True

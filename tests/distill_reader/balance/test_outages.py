@@ -7,6 +7,7 @@ import time
 import pytest
 import redis
 
+from distill_reader.balance.client import FeedStats
 from distill_reader.balance.server import balancer
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import (
@@ -224,6 +225,34 @@ def test_after_a_failover_the_name_of_a_redis_is_looked_up_anew(
         old.replicaof("127.0.0.1", heir.port)
     teachers += [run(LocalTeacher, url) for _ in range(2)]
     wait_until(lambda: share([direct, served], teachers))
+
+
+@pytest.mark.parametrize("had", [True, False], ids=["its teacher is gone", "it has just come"])
+def test_who_lacks_a_teacher_asks_another_server_where_one_has_lost_its_registry(
+    redis_server, run, tmp_path, had: bool
+):
+    (tmp_path / "lost").mkdir()
+    lost = run(RedisProcess, tmp_path / "lost")  # of this server alone, as if its network were cut
+    cut, port = run(LocalDiscovery, lost.url), free_port()
+    gone = run(LocalTeacher, lost.url)
+    wait_until(cut.teachers if had else lambda: gone.is_registered)
+    where = f"{cut.endpoint},127.0.0.1:{port}"
+    if had:
+        student = run(LocalStudent, where)
+        wait_until(lambda: student.teachers == {gone.endpoint})
+    lost.kill()
+    wait_until(lambda: cut.server.balancer.view.away)
+    if not had:
+        student = run(LocalStudent, where, "other")
+        wait_until(lambda: cut.server.balancer.students == 1)
+    run(LocalDiscovery, redis_server.url, port=port)
+    teacher = run(LocalTeacher, redis_server.url, "svc" if had else "other")
+    if had:  # as long as its teachers answer, it stays
+        end_s = time.monotonic() + 1.0
+        wait_until(lambda: time.monotonic() > end_s)
+        assert student.teachers == {gone.endpoint}
+        student.feed_stats = FeedStats(unusable=(gone.endpoint,))
+    wait_until(lambda: student.teachers == {teacher.endpoint}, 60)
 
 
 def test_the_connection_for_changes_is_never_silent_for_long(redis_server, run, monkeypatch):

@@ -48,6 +48,7 @@ _FIRST_BACKOFF_S = 0.02
 _MOST_BACKOFF_S = 0.5  # a try costs little, and a teacher that is back is found soon
 _REFUSED_BACKOFF_S = 5.0  # for a teacher that answers, but refuses us
 _GROW_PERIOD_S = 5.0  # after a further connection has failed
+_TELL_S = 10.0  # until the log has again why a teacher cannot be reached: texts may always differ
 _MOST_REST_S = 1.0  # for a teacher that is busy again and again
 _FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
@@ -299,12 +300,12 @@ class TeacherPool:
                 teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
                 return False
             teacher.failures += 1
-            if str(error) != str(teacher.trouble):
-                logger.log(
-                    logging.WARNING if not isinstance(error, TransientFailure) else logging.INFO,
-                    "teacher %s",
-                    teacher.about(error),
-                )
+            now, is_passing = time.monotonic(), isinstance(error, TransientFailure)
+            is_told = is_passing and now < teacher.told_s + _TELL_S
+            if str(error) != str(teacher.trouble) and not is_told:
+                teacher.told_s = now
+                level = logging.INFO if is_passing else logging.WARNING
+                logger.log(level, "teacher %s", teacher.about(error))
             teacher.trouble = error
             self._judge()
             self._supervisor.look()

@@ -53,6 +53,7 @@ class Teacher:
         self.flights: list[Flight] = []
         self.failures = 0  # in a row
         self.trouble: DistillError | None = None  # why it is unusable; None: not tried, or usable
+        self.told_s = float("-inf")  # when the log had last why it cannot be reached
         self.rest_until_s = 0.0  # 0: it does not rest
         self.rest_s = 0.0  # length of its last rest; 0: it has answered since
         self.opens_after_s = 0.0  # when to open a connection again after one was lost

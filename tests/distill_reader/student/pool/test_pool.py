@@ -392,6 +392,21 @@ def test_samples_that_every_teacher_refuses_once_one_is_back_are_an_error(read, 
     assert "of this kind is none" in str(reading.error)
 
 
+def test_the_log_does_not_grow_with_each_try_whose_text_differs(read, caplog, monkeypatch):
+    """As that of a balancer without a live teacher, with the time that each trial took."""
+    monkeypatch.setattr("distill_reader.student.pool.pool._MOST_BACKOFF_S", 0.02)
+    caplog.set_level("INFO", "distill_reader")
+    tries = itertools.count(1)
+    teacher = FakeTeacher("a:1")
+    teacher.connect_with = lambda: TeacherGone(f"a:1: in no protocol ({next(tries)} ms)")
+    reading = read(teacher)
+    wait_until(lambda: next(tries) > 30)
+    teacher.connect_with = lambda: None
+    reading.more(3)
+    assert "in no protocol" in caplog.text
+    assert caplog.text.count("in no protocol") < 5
+
+
 def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
     monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
     dead = FakeTeacher("a:1")

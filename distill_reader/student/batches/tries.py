@@ -10,7 +10,9 @@ from distill_reader.errors import BadRequest
 _MOST_FAILED = 4
 _MOST_REFUSED = 3  # teachers that refuse it
 _MOST_LOST = 8  # connections lost while it was computed; a timeout counts as several
-_OUTAGE_S = 120.0  # connections that are lost for less may be due to the network, or to a restart
+# What fails for less, while nobody is answered, may be due to the network, to a restart, or to a
+# device that another program has filled.
+_OUTAGE_S = 120.0
 _ALONE_LOST = 2  # from then on it is asked in a request of its own: it may be the cause
 
 
@@ -27,7 +29,7 @@ class Tries:
     """The tries of one piece."""
 
     __slots__ = (
-        "_answers", "_answers_at_loss", "_count", "_failed", "_last_texts", "_lost", "_refusals",
+        "_answers", "_answers_at_trouble", "_count", "_failed", "_last_texts", "_lost", "_refusals",
         "_since_s",
     )  # fmt: skip
 
@@ -37,7 +39,7 @@ class Tries:
             answers: of all teachers so far, to any request.
         """
         self._answers = answers
-        self._answers_at_loss = -1  # as it was lost the last time; -1: it was not
+        self._answers_at_trouble = -1  # as its last try ended; -1: none has
         self._since_s = now
         self._refusals: dict[str, BadRequest] = {}  # by teacher that refuses it
         self._last_texts: dict[str, str] = {}  # by teacher: how its last try ended
@@ -53,8 +55,7 @@ class Tries:
 
     def blame(self, teacher: str, blame: Blame, answers: int) -> None:
         """Note a try; `answers` as of `__init__`, by now."""
-        if blame.lost:
-            self._answers_at_loss = answers
+        self._answers_at_trouble = answers
         self._last_texts[teacher] = blame.text
         self._count += 1
         self._failed += blame.failed
@@ -77,7 +78,7 @@ class Tries:
         Else it may be the first thing of every connection, and break it, for ever: others wait
         behind it, and nothing shows that it is at fault. `answers` as of `__init__`, by now.
         """
-        return answers == self._answers_at_loss
+        return answers == self._answers_at_trouble
 
     def verdict(
         self, what: str, able: Collection[str], answers: int, now: float
@@ -99,8 +100,13 @@ class Tries:
             return BadRequest(
                 f"{what}: no teacher takes it: {'; '.join([*map(str, refusals), *self._texts])}"
             )
-        is_at_fault = answers > self._answers or now - self._since_s >= _OUTAGE_S
-        if self._failed < _MOST_FAILED and not (self._lost >= _MOST_LOST and is_at_fault):
+        is_late = now - self._since_s >= _OUTAGE_S
+        # Others were answered, and it failed after that again.
+        fails_apart = self._answers_at_trouble > self._answers or is_late
+        is_lost_apart = answers > self._answers or is_late
+        if not (self._failed >= _MOST_FAILED and fails_apart) and not (
+            self._lost >= _MOST_LOST and is_lost_apart
+        ):
             return None
         return BadRequest(
             f"{what}: no teacher can compute it: {'; '.join([*self._texts, *map(str, refusals)])} "

@@ -234,23 +234,27 @@ def test_what_one_teacher_refuses_is_asked_of_another_and_an_error_when_there_is
 
 
 @pytest.mark.parametrize(
-    ("blames", "able", "answers", "now", "is_over"),
+    ("blames", "before", "answers", "now", "is_over"),
     [
-        ([Blame(text="a: 500", failed=1)] * 3, "a", 0, 5.0, False),
-        ([Blame(text="a: 500", failed=1)] * 4, "a", 0, 5.0, True),
-        ([Blame(text="a: two ended", failed=2)] * 2, "a", 0, 5.0, True),
-        ([Blame(text="a: reset", lost=1)] * 7, "a", 9, 5.0, False),
-        ([Blame(text="a: reset", lost=1)] * 8, "a", 9, 5.0, True),
-        ([Blame(text="a: reset", lost=1)] * 20, "a", 0, 5.0, False),  # nobody gets anything
-        ([Blame(text="a: reset", lost=1)] * 20, "a", 0, 500.0, True),
-        ([Blame(text="a: late", lost=3)] * 3, "a", 1, 5.0, True),
+        ([Blame(text="a: 500", failed=1)] * 3, 9, 9, 5.0, False),
+        ([Blame(text="a: 500", failed=1)] * 4, 9, 9, 5.0, True),
+        ([Blame(text="a: two ended", failed=2)] * 2, 9, 9, 5.0, True),
+        ([Blame(text="a: 500", failed=1)] * 20, 0, 0, 5.0, False),  # nobody gets anything
+        ([Blame(text="a: 500", failed=1)] * 20, 0, 9, 5.0, False),  # or did, until now
+        ([Blame(text="a: 500", failed=1)] * 20, 0, 0, 500.0, True),
+        ([Blame(text="a: reset", lost=1)] * 7, 0, 9, 5.0, False),
+        ([Blame(text="a: reset", lost=1)] * 8, 0, 9, 5.0, True),
+        ([Blame(text="a: reset", lost=1)] * 20, 0, 0, 5.0, False),
+        ([Blame(text="a: reset", lost=1)] * 20, 0, 0, 500.0, True),
+        ([Blame(text="a: late", lost=3)] * 3, 0, 1, 5.0, True),
     ],
 )
-def test_after_how_many_tries_nobody_is_asked_any_more(blames, able, answers, now, is_over):
+def test_after_how_many_tries_nobody_is_asked_any_more(blames, before, answers, now, is_over):
+    """`before`: answers of others as its last try ended."""
     tries = Tries(0, 0.0)
     for blame in blames:
-        tries.blame("a", blame, 0)
-    assert (tries.verdict("item 6", able, answers, now) is not None) is is_over
+        tries.blame("a", blame, before)
+    assert (tries.verdict("item 6", "a", answers, now) is not None) is is_over
 
 
 def test_who_has_failed_is_asked_again_only_when_no_other_teacher_is_left():

@@ -18,6 +18,7 @@ import pytest
 
 from distill_reader.errors import (
     BadRequest,
+    DistillError,
     NoTeacher,
     RequestTooLarge,
     TeacherBusy,
@@ -563,6 +564,28 @@ def test_a_request_that_no_teacher_can_compute_is_an_error_that_names_item_and_t
     assert "a:1" in str(caught.value)
     assert "b:1" in str(caught.value)
     assert sum(map(len, failed)) <= most_tries
+
+
+@pytest.mark.parametrize("error", [TeacherGone, TeacherFailed])
+def test_no_request_is_at_fault_for_what_a_teacher_could_not_compute_at_all(
+    read, monkeypatch, error
+):
+    """As while its device is full, or each request ends the process behind its gateway."""
+    monkeypatch.setattr("distill_reader.student.pool.pool._FAILED_REST_S", (0.002, 0.02))
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry._MOST_PAUSE_S", 0.02)
+    teacher = FakeTeacher("a:1")
+    is_out, tries = True, 0
+
+    def answer() -> DistillError | None:
+        nonlocal tries
+        tries += is_out
+        return error("reset by peer") if is_out else None
+
+    teacher.refuse_with = answer
+    reading = read(teacher, batches=60, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
+    wait_until(lambda: tries > 60 or reading.error)
+    is_out = False
+    reading.finish()
 
 
 def test_a_teacher_that_fails_keeps_its_connection_and_is_left_alone_for_a_while(read, hurried):

@@ -97,7 +97,7 @@ class StudySpec:
         Raises:
             WireError: no job can be so.
         """
-        args = [word for name, value in values.items() for word in (f"--{name}", as_text(value))]
+        args = [word for name, value in values.items() for word in _argument(name, as_text(value))]
         return JobSpec(
             job_id=job_id,
             folder=self.folder,
@@ -132,6 +132,14 @@ class StudySpec:
 def as_text(value: Value) -> str:
     """Return a value as an argument of a script."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _argument(name: str, text: str) -> tuple[str, ...]:
+    """Return the words by which a script gets a value.
+
+    One that begins with `-` stands in the same word: argparse takes `-1e-05` for an option.
+    """
+    return (f"--{name}={text}",) if text.startswith("-") else (f"--{name}", text)
 
 
 def _number(value: object) -> object:

@@ -1,5 +1,7 @@
 """A study in a YAML file, as people write it."""
 
+import argparse
+
 import pytest
 
 from job_server.api.errors import ConfigError
@@ -66,6 +68,15 @@ def test_a_trials_job_shares_the_cluster_and_gets_the_values_as_arguments(tmp_pa
     assert (job.job_id, job.folder, job.share) == ("a-1f-0", "f", True)
     assert (job.min_pods, job.max_pods) == (1, 4)
     assert made.pruner.kind == "none"
+
+
+@pytest.mark.parametrize("value", [-0.5, -1e-05, -7, "-1e-4", "-relu", 1e-05])
+def test_a_script_takes_a_value_that_begins_with_a_dash_for_a_value(tmp_path, value):
+    job = read(tmp_path, LEAST).job("a-1f-0", {"shift": value, "lr": 0.1})
+    parser = argparse.ArgumentParser()
+    for name in ("--epochs", "--shift", "--lr"):
+        parser.add_argument(name)
+    assert parser.parse_args(job.args).shift == str(value)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from k8s_controller.decisions.spec import KIND, Object, SpecError, parse
 from k8s_controller.kube_api import KubeApi, KubeError, load_config
 
 PATIENCE_S = 60.0  # with an API server that has answered before
+_AGAIN_S = 10.0  # after which it is asked again, however rarely else
 
 
 def load_of(jobs: Iterable[Object], pods: Iterable[Object], nodes: Iterable[Object]) -> ClusterLoad:
@@ -111,7 +112,9 @@ def main(argv: list[str] | None = None) -> int:
 def _show(kube: KubeApi, args: argparse.Namespace) -> None:
     if not args.json:
         print(load_line(None))
-    shown, patience_until = 0, 0.0
+    shown = 0
+    answered = False
+    failing_since: float | None = None
     while True:
         try:
             load = load_of(
@@ -119,12 +122,14 @@ def _show(kube: KubeApi, args: argparse.Namespace) -> None:
             )
         except (KubeError, HTTPError) as error:
             passes = not isinstance(error, KubeError) or error.status == 429 or error.status >= 500
-            if not passes or time.monotonic() > patience_until:
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
+            if not (passes and answered) or now > failing_since + PATIENCE_S:
                 raise
             print(f"edl top --kubernetes: trying again: {error}", file=sys.stderr)
-            time.sleep(args.interval_s)
+            time.sleep(min(args.interval_s, _AGAIN_S))
             continue
-        patience_until = time.monotonic() + PATIENCE_S
+        answered, failing_since = True, None
         line = json.dumps(load_json(load, time.time())) if args.json else load_line(load)
         print(line, flush=True)
         shown += 1

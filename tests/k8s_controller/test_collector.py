@@ -1,12 +1,16 @@
 """`edl top --kubernetes`: what the collector counts, and what it prints of a cluster."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from edl.__main__ import main
+from k8s_controller import collector
 from k8s_controller.collector import load_of
 from k8s_controller.decisions.capacity import quantity
+from k8s_controller.kube_api import KubeError
 from tests.k8s_controller.cluster.api_server import ApiServer
 from tests.k8s_controller.cluster.kinds import Object
 from tests.k8s_controller.test_manifests import read_all
@@ -124,6 +128,35 @@ def test_edl_top_prints_the_cluster_of_a_kubeconfig(
     api_server.fail_next(503, verb="list")
     assert main(argv) == 1, "one that does not answer from the start is told at once"
     assert "Kubernetes answers 503" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interval_s", ["1", "300"])
+def test_edl_top_goes_on_however_rarely_it_looks(interval_s, capsys, monkeypatch):
+    clock, asked = [0.0], list[float]()
+    away = {300.0 if interval_s == "300" else 1.0}  # the second look finds no API server
+
+    class Kube:
+        def list_all(self, kind: str, _namespace: str | None = None) -> list[Object]:
+            if kind == "TrainingJob":
+                asked.append(clock[0])
+                if clock[0] in away or clock[0] >= 400:
+                    raise KubeError(503, "etcdserver: no leader")
+            return []
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    now = SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=sleep)
+    monkeypatch.setattr(collector, "time", now)
+    monkeypatch.setattr(collector, "KubeApi", Kube)
+    monkeypatch.setattr(collector, "load_config", lambda _path: None)
+    argv = ["top", "--kubernetes", "--interval_s", interval_s]
+    assert main([*argv, "--count", "2"]) == 0
+    assert len(asked) == 3
+    assert asked[2] - asked[1] <= 10
+    capsys.readouterr()
+    assert main(argv) == 1, "one that stays away is told after a minute"
+    assert asked[-1] - next(at for at in asked if at >= 400) <= 80
 
 
 def test_a_cluster_that_cannot_be_asked_is_named(tmp_path, capsys):

@@ -4,6 +4,7 @@ The definition in `manifests/crd.yaml` refuses most of it sooner. What is left f
 schema cannot say, and objects that were stored before a rule was added.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ PLURAL = "trainingjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 TRAINER = "trainer"  # the container that trains
 GPU = "nvidia.com/gpu"
+_OTHER_GPU = re.compile(r"(nvidia|amd)\.com/(gpu|mig)|gpu\.intel\.com/")
 MAX_NAME = 50  # `-server` and an index follow it in names of 63 characters
 MAX_PODS = 500  # each is a node of the job's server, which hears no more often enough
 _OURS = ("restartPolicy", "hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
@@ -271,7 +273,21 @@ def _gpus(container: Object) -> int:
                     f"number of {GPU}, got {text!r}"
                 )
             return int(text)
+    _check_gpus(container)
     return 0
+
+
+def _check_gpus(container: Object) -> None:
+    """Refuse GPUs that trainers would leave idle: they would train on the CPU without a word."""
+    resources = container.get("resources", {})
+    for kind in ("limits", "requests"):
+        for name in resources.get(kind, {}):
+            if _OTHER_GPU.match(str(name)):
+                raise SpecError(
+                    f"spec.template.spec.containers[{TRAINER}].resources.{kind}: {name}: a trainer "
+                    f"has a whole GPU of {GPU}, and leaves others and parts of one idle; ask for "
+                    f"{GPU}, or leave it out to train on the CPU"
+                )
 
 
 def _asks(pod: Object) -> bool:

@@ -62,6 +62,12 @@ def test_what_cannot_be_right_is_refused_by_the_name_of_its_field(fields, field)
         ({"env": [{"name": "EDL_TOKEN", "value": "x"}]}, "EDL_TOKEN"),
         ({"env": [{"name": "POD_UID", "value": "x"}]}, "POD_UID"),
         ({"resources": {"limits": {"nvidia.com/gpu": "half"}}}, "nvidia.com/gpu"),
+        (
+            {"resources": {"limits": {"nvidia.com/mig-1g.5gb": 1}}},
+            r"1g\.5gb: a trainer has a whole",
+        ),
+        ({"resources": {"requests": {"nvidia.com/gpu.shared": 1}}}, r"nvidia\.com/gpu\.shared: "),
+        ({"resources": {"limits": {"amd.com/gpu": 1}}}, r"amd\.com/gpu: .* leave it out"),
     ],
 )
 def test_of_the_trainers_container_only_what_is_the_users_may_be_set(change, field):

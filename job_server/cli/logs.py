@@ -64,9 +64,10 @@ def log_lines(
     tails: dict[str, _Tail] = {}
     missing: set[str] = set()  # ids of pods whose log is not here
     if not status.pods:
+        place = "pods" if status.spec.folder is None else f"pods/{job_id}"
         yield (
             f"{job_id} is {status.state.value} and has no pods now; what earlier ones wrote is on "
-            f"their nodes: pods/{job_id}/*/log in the --log_dir of the job client"
+            f"their nodes: {place}/*/log in the --log_dir of the job client"
         )
     while True:
         for pod in status.pods:

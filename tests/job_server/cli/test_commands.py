@@ -523,9 +523,13 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
     mine = wire.NodePod(pod_id="pod_0_0", job_id="logged", slots=(0,), want=wire.DesiredState.RUN)
     (tmp_path / "pod.json").write_text(json.dumps(wire.encode(mine)))
     with server.api() as api:
+        api.submit(wire.JobSpec(job_id="by_name", folder="f", max_pods=2))
+        assert main(["logs", "by_name", "--server", server.url]) == 0
+        assert "nodes: pods/by_name/*/log in the --log_dir" in capsys.readouterr().out
         api.submit(wire.JobSpec(job_id="logged", max_pods=2))
         assert main(["logs", "logged", "--server", server.url]) == 0
-        assert "has no pods now; what earlier ones wrote is" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "has no pods now; what earlier ones wrote is on their nodes: pods/*/log in" in said
         api.register_node(cpu_node("node-l", job_id="logged"))
 
         def report(phase: wire.PodPhase, other: str = "/far/away/log") -> None:

@@ -5,6 +5,7 @@ server, is like any other.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,14 @@ from search.decide import (
 )
 from search.store import StudyStore, cause_of
 from search.study_file import StudySpec
-from search.text import values_text
+from search.text import values_text, why_it_waits
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two passes
 _SETTLE_S = 30.0  # for which a trial whose pods have changed gives none to better ones
 _AWAY_S = 10.0  # how often it is said that the server is away, or the study's disk full
+_WAITS_S = 10.0  # after which it is said of a trial that it waits, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class Search:
         self._spec, self._store, self._api, self._look_s = spec, store, api, look_s
         self._read_token = read_token
         self._resized_at: dict[int, float] = {}  # trial -> when; a change of pods has its cost
+        self._waits_since: dict[int, float] = {}  # trial -> when; infinite: that it waits is said
 
     def run(self, show: Callable[[Progress], None], say: Callable[[str], None]) -> None:
         """Run the study to its end.
@@ -154,6 +157,7 @@ class Search:
         for number in asked:  # together: the first of them would have all slots until others come
             self._submit(number, say)
         trials = self._store.trials()
+        self._tell_waiting(trials, jobs, say)
         if self._spec.weigh and self._spec.max_pods > self._spec.min_pods:
             self._share_out(trials)
         return Progress(trials=trials, jobs=jobs)
@@ -213,6 +217,19 @@ class Search:
             self._store.note_released(number)
         except Conflict as error:  # it has ended, or cannot be stopped now: the next pass looks
             logger.info("trial %d: not stopped: %s", number, error)
+
+    def _tell_waiting(
+        self, trials: Sequence[Trial], jobs: Mapping[int, JobStatus], say: Callable[[str], None]
+    ) -> None:
+        """Say once of a trial why it waits: it may for ever, as for a folder that no client has."""
+        now = time.monotonic()
+        for trial in trials:
+            why = why_it_waits(trial, jobs.get(trial.number))
+            if why is None:
+                self._waits_since.pop(trial.number, None)
+            elif now >= self._waits_since.setdefault(trial.number, now) + _WAITS_S:
+                self._waits_since[trial.number] = math.inf
+                say(f"trial {trial.number}: waits: {why}")
 
     def _share_out(self, trials: Sequence[Trial]) -> None:
         running = [t.number for t in trials if t.state is TrialState.RUNNING and t.submitted]

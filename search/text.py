@@ -25,6 +25,13 @@ def best_trial(spec: StudySpec, trials: Sequence[Trial]) -> Trial | None:
     return min(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
+def why_it_waits(trial: Trial, job: JobStatus | None) -> str | None:
+    """Return why a trial that runs has no pods; None: it has, or it does not run."""
+    if trial.state is not TrialState.RUNNING or job is None or job.pods:
+        return None
+    return job.reason
+
+
 def trials_table(spec: StudySpec, trials: Sequence[Trial], jobs: Mapping[int, JobStatus]) -> str:
     """Return a row per trial: the best one is marked by a star."""
     best = best_trial(spec, trials)
@@ -35,15 +42,16 @@ def trials_table(spec: StudySpec, trials: Sequence[Trial], jobs: Mapping[int, Jo
         running = trial.state is TrialState.RUNNING
         epochs = max(trial.reports, default=0)
         value = trial.reports[epochs] if epochs and trial.value is None else trial.value
-        waits = running and job is not None and not job.pods
+        waits = why_it_waits(trial, job)
+        why = trial.why or waits
         rows.append(
             (
                 f"{trial.number}{'*' if trial is best else ''}",
-                "waiting" if waits else trial.state.value,
+                trial.state.value if waits is None else "waiting",
                 f"{epochs}/{spec.epochs}",
                 "-" if value is None else f"{value:.6g}",
                 sum(len(pod.ranks) for pod in job.pods) if running and job is not None else "-",
-                values_text(trial.values) + (f"  ({trial.why})" if trial.why else ""),
+                values_text(trial.values) + (f"  ({why})" if why else ""),
             )
         )
     return table(header, rows)

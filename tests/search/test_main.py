@@ -153,7 +153,7 @@ def test_the_table_marks_the_best_trial_and_says_why_one_failed():
         "1*     complete  3/3    0.9       -         lr 0.1",
         "2      failed    0/3    -         -         lr 0.1  (its job was deleted)",
         "3      running   1/3    0.25      2         lr 0.1",
-        "4      waiting   0/3    -         0         lr 0.1",
+        "4      waiting   0/3    -         0         lr 0.1  (because)",
     ]
     assert summary(study(), trials) == (
         "cells: 5 trials of 4: 2 running, 2 complete, 0 pruned, 1 failed"

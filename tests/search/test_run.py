@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,23 @@ def test_a_server_that_has_no_room_for_further_trials_now_is_waited_for(tmp_path
     first.least = 0
     with pytest.raises(BadRequest):
         start(tmp_path / "refused from the beginning", first)
+
+
+def test_of_a_trial_that_waits_it_is_said_once_why(tmp_path, monkeypatch):
+    class Waiting(Jobs):
+        def status(self, job_id: str) -> JobStatus:
+            waits = {"state": JobState.WAITING, "reason": "no job client has the folder 'f'"}
+            return replace(super().status(job_id), **waits)  # type: ignore[arg-type]
+
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr("search.run.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with StudyStore(tmp_path, replace(SPEC, parallel=1)) as store:
+        search = Search(SPEC, store, Waiting(epochs=100))
+        for _ in range(6):
+            search.step(said.append)
+            clock[0] += 4.0
+    (told,) = [line for line in said if "submitted" not in line and line.startswith("trial 0")]
+    assert told == "trial 0: waits: no job client has the folder 'f'"
 
 
 def test_promising_trials_may_have_more_pods(tmp_path):

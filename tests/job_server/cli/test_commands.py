@@ -526,6 +526,7 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         api.submit(wire.JobSpec(job_id="by_name", folder="f", max_pods=2))
         assert main(["logs", "by_name", "--server", server.url]) == 0
         assert "nodes: pods/by_name/*/log in the --log_dir" in capsys.readouterr().out
+        api.delete("by_name")
         api.submit(wire.JobSpec(job_id="logged", max_pods=2))
         assert main(["logs", "logged", "--server", server.url]) == 0
         said = capsys.readouterr().out

@@ -356,9 +356,10 @@ def test_pods_that_a_client_finds_are_told_where_its_server_is(start_client, ser
     first.end(EndMode.KEEP)
     folder = tmp_path / "log" / "pods" / "pod_0_0"
     assert shim_wire.read_server(folder) is None
-    moved = "http://127.0.0.1:8181"
+    moved, registrations = "http://127.0.0.1:8181", len(server.nodes)
     start_client("sleep 600", server_url=moved)
     wait_until(lambda: shim_wire.read_server(folder) == moved)
+    wait_until(lambda: len(server.nodes) > registrations)  # before, it ends what has no folder
     shutil.rmtree(folder)
     wait_until(lambda: shim_wire.read_server(folder) == moved, what="they are told again")
 

@@ -1,6 +1,8 @@
 """What trainers do when they are cut, killed, starved or left alone. Real processes over gloo."""
 
 import json
+import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -447,6 +449,27 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
     assert left[1] >= stage.trainers[0].words("step")[-1]["step"]
     stage.end()
     finish_anew(job, left)
+
+
+def test_rank_0_says_why_the_newest_checkpoint_is_not_written_until_one_is(launch, tmp_path: Path):
+    job = launch("counting.py", 2)
+    more = ("--padding", "200000", "--checkpoint", str(tmp_path / "ckpt"), "--save_steps", "1",
+            "--epochs", "100000", "--step_s", "0.02")  # fmt: skip
+    limit = ("bash", "-c", 'ulimit -S -f 1000 && exec "$@"', "limit")  # a checkpoint has 1.6 MB
+    stage = job.start(2, *out(job, *more), prefix=limit)
+    stage.go()
+    stage.wait_step(1)
+    writer, other = stage.trainers
+
+    def newest() -> str:
+        return str(writer.words("step")[-1].get("checkpoint_error"))
+
+    wait_until(lambda: re.search("checkpoint of step .* failed: .*File too large", newest()), 60)
+    none = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE, none)
+    wait_until(lambda: newest() == "", 60)
+    assert {said.get("checkpoint_error") for said in other.words("step")} == {None}
+    stage.end()
 
 
 def test_parked_trainers_go_on_when_the_cut_is_off(launch):

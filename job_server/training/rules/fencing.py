@@ -43,20 +43,17 @@ def lose_silent(work: Work) -> None:
     """Give up silent pods, unless no pod of the active stage can be reached."""
     job = work.job
     active = job.active
-    reachable = active is None or _reaches(work, active)
-    cut_off = not reachable
-    text = f"no pod can be reached: waiting until one answers{_or_stopped(work)}"
-    if cut_off != job.cut_off:
-        work.set(cut_off=cut_off)
-        if cut_off:
+    cut_off = active is not None and not _reaches(work, active)
+    if cut_off and not (job.cut_off and job.waiting):  # a pause, or a stop, has ended what was said
+        text = f"no pod can be reached: waiting until one answers{_way_out(work)}"
+        work.set(cut_off=True, waiting=text)
+        if not job.cut_off:
             work.note(text, lasting=False)
-        else:
-            if job.grace_from < work.now:  # otherwise the server has just come back
-                work.note("a pod answers again", lasting=False)
-            # The other pods get the full time to answer.
-            work.set(grace_from=work.now, waiting="")
-    if cut_off and not job.waiting:
-        work.set(waiting=text)
+    elif job.cut_off and not cut_off:
+        if job.grace_from < work.now:  # otherwise the server has just come back
+            work.note("a pod answers again", lasting=False)
+        # The other pods get the full time to answer.
+        work.set(cut_off=False, grace_from=work.now, waiting="")
     for pod in silent_pods(work):
         in_force = active is not None and active.member(pod.pod_id) is not None
         if pod.desired is DesiredState.HOLD or (in_force and cut_off):
@@ -94,7 +91,7 @@ def _reaches(work: Work, stage: JobStage) -> bool:
     return False
 
 
-def _or_stopped(work: Work) -> str:
+def _way_out(work: Work) -> str:
     active, known = work.job.active, work.job.pods_by_id()
     pods = [known.get(pod_id) for pod_id in (active.pod_ids if active is not None else ())]
     fences = [None if pod is None else fenced_at(work.job, pod, work.cluster) for pod in pods]

@@ -306,9 +306,7 @@ def test_a_job_whose_machines_are_gone_says_so_also_after_a_pause():
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
 
 
-@pytest.mark.parametrize(
-    "rounds", [20, 800]
-)  # of half a second: before its stage is over, after it
+@pytest.mark.parametrize("rounds", [20, 800])  # 10 s: before its stage is over; 400 s: after that
 def test_the_end_of_a_job_whose_machines_are_gone_says_how_to_give_its_state_up(rounds):
     made = trains(world())
     made.stop()

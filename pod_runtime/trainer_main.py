@@ -25,7 +25,7 @@ _NAME_CHARS = 300
 _TYPES = 20  # classes of one exception
 _CHANNEL = "EDL_CHANNEL"
 # Of a disk that is full, that the kernel has made read-only after an error, or that is gone.
-_CANNOT_BE_WRITTEN = (
+DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE,
 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def forgive_failing_disks() -> None:
             try:
                 super().write(data)
             except OSError as error:
-                if error.errno not in _CANNOT_BE_WRITTEN:
+                if error.errno not in DISK_ERRORS:
                     raise
             return len(data)
 

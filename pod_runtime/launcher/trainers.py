@@ -1,6 +1,5 @@
 """Start trainers as child processes, and find in their logs why they ended."""
 
-import errno
 import functools
 import logging
 import os
@@ -20,6 +19,7 @@ from pod_runtime.launcher.spares import Forked, Spares
 from pod_runtime.log_tail import last_lines, read_tail
 from pod_runtime.processes import die_with_parent
 from pod_runtime.spare import MARK
+from pod_runtime.trainer_main import DISK_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _log_to(path: Path, rank: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+        if error.errno not in DISK_ERRORS:
             raise
         logger.warning("rank %d: what it says is lost, as it gets no log: %s", rank, error)
         return Path(os.devnull)

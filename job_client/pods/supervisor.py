@@ -325,20 +325,23 @@ class PodSupervisor:
         So it does where its socket alone is gone, as after a cleaner of old files.
         """
         shim = self._shim
-        is_gone = shim is not None and pod_folder.is_gone(self.folder)
+        is_gone = pod_folder.is_gone(self.folder)
         if shim is None or not (is_gone or pod_folder.is_deaf(self.folder)) or not shim.is_alive():
             return
-        if not is_gone:
-            processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
+        if is_gone and not self._make_folder_again():
             return
+        processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
+
+    def _make_folder_again(self) -> bool:
+        """Return whether it is there."""
         logger.error("pod %s: %s was deleted, with its log", self.spec.pod_id, self.folder)
         try:
             pod_folder.prepare(self.folder, self.spec)
         except OSError as error:
             logger.error("pod %s: %s", self.spec.pod_id, error)
-            return
+            return False
         pod_folder.write_server(self.folder, self._context.config.server_url)
-        processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
+        return True
 
     def keep_log_short(self) -> None:
         """Cut the pod's log where it has become too long; its writers go on."""

@@ -113,8 +113,7 @@ def _show(kube: KubeApi, args: argparse.Namespace) -> None:
     if not args.json:
         print(load_line(None))
     shown = 0
-    answered = False
-    failing_since: float | None = None
+    failing_since: float | None = None  # None: it has answered, or was not asked yet
     while True:
         try:
             load = load_of(
@@ -124,12 +123,12 @@ def _show(kube: KubeApi, args: argparse.Namespace) -> None:
             passes = not isinstance(error, KubeError) or error.status == 429 or error.status >= 500
             now = time.monotonic()
             failing_since = now if failing_since is None else failing_since
-            if not (passes and answered) or now > failing_since + PATIENCE_S:
+            if not (passes and shown) or now > failing_since + PATIENCE_S:
                 raise
             print(f"edl top --kubernetes: trying again: {error}", file=sys.stderr)
             time.sleep(min(args.interval_s, _AGAIN_S))
             continue
-        answered, failing_since = True, None
+        failing_since = None
         line = json.dumps(load_json(load, time.time())) if args.json else load_line(load)
         print(line, flush=True)
         shown += 1

@@ -383,9 +383,9 @@ def plain_warning(job: Job) -> str:
 
 
 def _checkpoint_warning(job: Job) -> str:
-    stage, error = job.active, job.progress.checkpoint_error
+    stage = job.active
     trains = stage is not None and stage.committed and stage.over is None
-    return f"{error}; training goes on, and tries again" if trains and error else ""
+    return job.progress.checkpoint_error if trains else ""
 
 
 def hang_texts(job: Job) -> tuple[str, ...]:

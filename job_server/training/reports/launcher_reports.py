@@ -330,7 +330,7 @@ def _note_checkpoints(work: Work, error: str | None) -> None:
         return
     work.progress(checkpoint_error=error)
     if not before:
-        work.note(f"warning: {error}; training goes on, and tries again", lasting=False)
+        work.note(f"warning: {error}", lasting=False)
     elif not error:
         work.note("checkpoints are written again", lasting=False)
 

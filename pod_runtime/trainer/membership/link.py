@@ -196,7 +196,7 @@ class LauncherLink:
         total_steps: int | None,
         step_s: float,
         promise: str,
-        checkpoint_error: str | None,
+        checkpoint_error: Callable[[], str | None],
         metrics: Callable[[], dict[str, float] | None],
         metric_epochs: dict[str, int] | None,
         at_once: bool,
@@ -204,7 +204,7 @@ class LauncherLink:
         """Send `step`, unless one was sent just now or the launcher does not read.
 
         Args:
-            metrics: called if it is sent; None: they are as before.
+            checkpoint_error, metrics: called if it is sent; None: as before.
             metric_epochs: how many epochs were over when the script logged each of its metrics.
         """
         now = time.monotonic()
@@ -222,7 +222,7 @@ class LauncherLink:
                 metrics=metrics(),
                 metric_epochs=metric_epochs,
                 promise=promise,
-                checkpoint_error=checkpoint_error,
+                checkpoint_error=checkpoint_error(),
             )
         )
 

@@ -220,9 +220,8 @@ class StateManager:
         """The newest checkpoint was not written."""
         return self._writer is not None and self._writer.has_failed
 
-    @property
     def checkpoint_error(self) -> str | None:
-        """Why the newest checkpoint, or the best one, is not written; "": it is.
+        """Return why the newest checkpoint, or the best one, is not written; "": it is.
 
         None: there was none yet, or this is not this rank's task.
         """

@@ -38,7 +38,8 @@ class CheckpointWriter:
     def trouble(self) -> str | None:
         """Why the newest checkpoint is not written; "": it is. None: no attempt is over yet."""
         if self.busy and time.monotonic() > self._begun_at + _LONG_S:
-            return f"a checkpoint has been in writing for more than {_LONG_S / 60:.0f} min"
+            minutes = f"{_LONG_S / 60:.0f} min"
+            return f"a checkpoint has been in writing for more than {minutes}, training goes on"
         return self._trouble
 
     def start(self, host_state: HostState) -> None:
@@ -74,8 +75,9 @@ class CheckpointWriter:
             made = self.store.write(host_state)
         except Exception as error:  # noqa: BLE001  any store may fail in its own way; training goes on
             self._error = error
-            self._trouble = f"{what} failed: {' '.join(str(error).split())}"[:_TROUBLE_CHARS]
-            logger.error("%s failed, training goes on, the next save tries again: %s", what, error)
+            text = f"{what} failed, training goes on, the next save tries again: {error}"
+            self._trouble = " ".join(text.split())[:_TROUBLE_CHARS]
+            logger.error("%s", text)
             return
         self._trouble = ""
         logger.info(

@@ -464,7 +464,7 @@ def test_rank_0_says_why_the_newest_checkpoint_is_not_written_until_one_is(launc
     def newest() -> str:
         return str(writer.words("step")[-1].get("checkpoint_error"))
 
-    wait_until(lambda: re.search("checkpoint of step .* failed: .*File too large", newest()), 60)
+    wait_until(lambda: re.search("checkpoint of step .* failed, .*File too large", newest()), 60)
     none = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE, none)
     wait_until(lambda: newest() == "", 60)

@@ -341,7 +341,9 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_
     with pytest.raises(CheckpointError, match="No space left on device"):
         writer.finish()
     assert re.search(r"step 1 failed, training goes on.*No space left", caplog.text)
-    assert re.match(r"checkpoint of step 1 failed: .*No space left", str(writer.trouble))
+    assert re.match(
+        r"checkpoint of step 1 failed, training goes on, .*No space left", str(writer.trouble)
+    )
     assert store.found() == []
     ballast.unlink()
     writer.start(make_host_state(step=2))

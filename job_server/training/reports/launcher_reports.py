@@ -301,6 +301,8 @@ def _apply_first_step(work: Work, stage: JobStage, report: PodReport) -> None:
     if not first and held.base_step is not None:
         step = held.base_step + 1
     work.set(active=first_step(work, held, step))
+    if step <= work.job.progress.step:  # it restored an older state than was known of, or none
+        work.progress(step=step - 1, epoch=report.epoch)
     retiring = work.job.retiring
     if retiring is not None and retiring.end_since is None:
         work.set(retiring=replace(retiring, end_since=work.now))

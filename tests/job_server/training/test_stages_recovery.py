@@ -812,6 +812,7 @@ def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_c
     assert any(
         f"{made.job.lineage.redone_steps} steps are lost" in reason for reason in made.reasons
     )
+    assert made.status.step < reached, "the status says where it is, not where it was"
 
 
 @pytest.mark.parametrize("clock_back_s", [0.0, 900.0])

@@ -76,13 +76,25 @@ def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
         if limit in ("", "max") or int(limit) >= 1 << 60:  # v1 says "none" by a number
             continue
         used = _text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
-        name = "inactive_file" if is_v2 else "total_inactive_file"
         stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+        names = ("inactive_file", "active_file")
+        cache = sum(int(stat.get(name if is_v2 else f"total_{name}", 0)) for name in names)
         totals.append(int(limit))
-        available.append(max(0, int(limit) - int(used or 0) + int(stat.get(name, 0))))
+        available.append(max(0, int(limit) - int(used or 0) + cache))
     if not totals:
         return None
     return MemoryLimit(total=min(totals), available=min(available))
+
+
+def available_memory(proc: Path = _PROC) -> int:
+    """Return how many bytes more can be used before the kernel swaps, or kills a process for it."""
+    limit, left = memory_limit(proc), _kilobytes(proc.parent / "meminfo", "MemAvailable")
+    return left if limit is None else min(left, limit.available)
+
+
+def freed_since_peak(proc: Path = _PROC) -> int:
+    """Return how many bytes less this process has in memory than it once had."""
+    return _kilobytes(proc / "status", "VmHWM") - _kilobytes(proc / "status", "VmRSS")
 
 
 def oom_kills(proc: Path = _PROC) -> OomKills | None:
@@ -135,6 +147,12 @@ class OomWatch:
             return ""
         del self._seen_at[0]
         return f"oom_kill of {self._known.of} has risen to {self._known.count}"
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    """Return the value of a line "NAME:  123 kB" in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _text(path), re.MULTILINE)
+    return int(found[1]) << 10 if found is not None else 0
 
 
 def _counter(path: Path) -> int | None:

@@ -73,7 +73,7 @@ class Stepped:
     metrics: dict[str, float] | None = None  # None: unchanged
     metric_epochs: dict[str, int] | None = None  # of what the script logs: as of PodReport
     promise: str = ""  # what the training promises, for people; "": an old trainer
-    # Why the newest checkpoint is not written; "": it is. None: not known, or another rank's task.
+    # Why a checkpoint, or a snapshot, is not written; "": it is. None: not known, or another's.
     checkpoint_error: str | None = None
 
 

@@ -74,10 +74,7 @@ class Host:
 
     def used_memory(self) -> int:
         """Return how many bytes are in use."""
-        limit, available = cgroups.memory_limit(), psutil.virtual_memory().available
-        if limit is not None:
-            available = min(available, limit.available)
-        return self._memory - int(available)
+        return self._memory - cgroups.available_memory()
 
 
 def _held_only(shims: Iterable[int], ours: Iterable[Process]) -> int:

@@ -552,7 +552,7 @@ class PodReport(Message, frozen=True, kw_only=True):
     # before.
     metric_epochs: dict[str, Int] | None = None
     promise: str = ""  # what the training promises, for people; "": not known
-    # Why the newest checkpoint is not written; "": it is. None: not known, or another pod's task.
+    # Why a checkpoint, or a snapshot, is not written; "": it is. None: not known, or another's.
     checkpoint_error: str | None = None
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
     hung_s: float = 0.0  # HUNG; FAILED: it was killed, as it had given no sign of life for so long

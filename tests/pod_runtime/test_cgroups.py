@@ -11,8 +11,10 @@ from pod_runtime.cgroups import (
     MemoryLimit,
     OomKills,
     OomWatch,
+    available_memory,
     cpu_quota,
     cpu_used_s,
+    freed_since_peak,
     memory_limit,
     oom_kills,
     usable_cores,
@@ -66,11 +68,23 @@ def test_a_container_of_cgroup_v2_sees_its_own_group_as_the_root(proc: Path):
     top = mount(proc, "cgroup2", "nsdelegate")
     group(
         top, cpu__max="150000 100000", memory__max=str(2 * GIB), memory__current=str(GIB),
-        memory__stat=f"anon 1\ninactive_file {GIB // 4}",
+        memory__stat=f"anon 1\ninactive_file {GIB // 8}\nactive_file {GIB // 8}",
     )  # fmt: skip
     assert cpu_quota(proc) == 1.5
     assert usable_cores(proc) == 1
     assert memory_limit(proc) == MemoryLimit(total=2 * GIB, available=GIB + GIB // 4)
+
+
+def test_what_is_available_is_the_least_of_the_machine_and_the_groups(proc: Path):
+    (proc.parent / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  2097152 kB\nSwap: 1 kB\n")
+    assert available_memory(proc) == 2 * GIB
+    group(mount(proc, "cgroup2", "x"), memory__max=str(3 * GIB), memory__current=str(2 * GIB))
+    assert available_memory(proc) == GIB
+
+
+def test_what_a_process_has_given_back_since_its_peak(proc: Path):
+    (proc / "status").write_text("Name:\tx\nVmHWM:\t    300 kB\nVmRSS:\t    100 kB\n")
+    assert freed_since_peak(proc) == 200 << 10
 
 
 def test_max_means_that_a_group_has_no_limit(proc: Path):

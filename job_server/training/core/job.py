@@ -270,7 +270,7 @@ class JobProgress(Message, frozen=True, kw_only=True):
     metric_epochs: Mapping[str, int] = {}  # as of PodReport
     loss_curve: tuple[LossPoint, ...] = ()
     promise: str = ""  # of the training, for people; "": not known
-    checkpoint_error: str = ""  # why the newest is not written; "": it is, or none is due
+    checkpoint_error: str = ""  # why it, or a snapshot, is not written; "": it is
     stepped_at: float | None = None  # when a new step was last reported; None: never
     steps: Mapping[str, int] = {}  # pod -> step, of the active stage
     snapshots: Mapping[str, SnapshotRef] = {}  # pod -> newest

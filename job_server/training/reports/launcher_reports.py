@@ -334,7 +334,7 @@ def _note_checkpoints(work: Work, error: str | None) -> None:
     if not before:
         work.note(f"warning: {error}", lasting=False)
     elif not error:
-        work.note("checkpoints are written again", lasting=False)
+        work.note("its state is written again", lasting=False)
 
 
 def _merged(before: Mapping[str, float], report: PodReport) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.epochs.epoch_store import EpochState, EpochStore
 from pod_runtime.trainer.epochs.file_systems import storage_for
 from pod_runtime.trainer.errors import CheckpointError, UsageError
+from pod_runtime.trainer.state.host_state import room_for
 
 if TYPE_CHECKING:
     from pod_runtime.trainer.epochs.paddle_epochs import State
@@ -223,8 +224,8 @@ def save_state(
     """
     begun = time.monotonic()
     layout = state.layout()
-    data = bytearray(layout.total_bytes)
-    state.copy_out(memoryview(data))
+    data = room_for(layout.total_bytes)
+    state.copy_out(data)
     status = {
         "epoch_no": epoch_no,
         "step": step,
@@ -236,7 +237,7 @@ def save_state(
         epoch=epoch_no + 1,
         step=step,
         layout=layout,
-        data=memoryview(data),
+        data=data,
         status=status,
         keep=keep,
     )

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ANNOUNCE_PERIOD_S = 0.2
 _SMOOTHING = 0.5  # weight of the newest stall
+_RETRY_S = 10.0  # after there was no room for a segment
 _DIGEST_DIGITS = 12  # of a layout's digest, hexadecimal: as many as a float64 holds exactly
 
 
@@ -69,7 +70,9 @@ class NodeSnapshots:
         self._unsaid: Stamp | None = None  # the newest that the launcher does not know of
         self._given = False  # the launcher has the segment
         self._said_at = 0.0
-        self.wants_renewal = link is not None  # a segment must be made before the next snapshot
+        self._wants_renewal = link is not None
+        self._retry_at: float | None = None  # None: there was room
+        self._trouble: str | None = None  # as of `trouble`, of this node
         self.stall_s = 0.0  # how long a snapshot takes; 0: not known
         self.count, self.total_s = 0, 0.0  # of this stage, with the making of segments
 
@@ -79,9 +82,23 @@ class NodeSnapshots:
         return self._link is not None and self._rank == self._node[0]
 
     @property
+    def wants_renewal(self) -> bool:
+        """A segment must be made before the next snapshot.
+
+        One that had no room is tried again, but where other nodes would make theirs anew with it.
+        """
+        again = self._retry_at is not None and time.monotonic() >= self._retry_at
+        return self._wants_renewal or (again and self.share == 1)
+
+    @property
     def can_take(self) -> bool:
         """This node has a segment, or may get one."""
         return self._segment is not None or self.wants_renewal
+
+    @property
+    def trouble(self) -> str | None:
+        """Why rank 0's node has no snapshots; "": it has. None: not known yet, or another rank."""
+        return self._trouble if self._rank == 0 else None
 
     @property
     def taken(self) -> Stamp | None:
@@ -130,7 +147,7 @@ class NodeSnapshots:
                 "state's layout; do all run the same script?",
                 self._unsaid.step,
             )
-            self._unsaid, self.wants_renewal = None, True
+            self._unsaid, self._wants_renewal = None, True
             return
         self._give(newest.digest)
         self._said_at, self._unsaid = now, None
@@ -205,10 +222,7 @@ class NodeSnapshots:
         layout = self._state.layout()
         meta = self._meta(layout)
         if self._segment is None and self.is_first and self.wants_renewal:
-            try:
-                self._segment, self._index = self._make(layout, meta, writers=1), 0
-            except SnapshotError as error:
-                logger.error("%s", error)
+            self._segment, self._index = self._make(layout, meta, writers=1), 0
         if self._segment is not None and self._segment.fits(len(meta), layout.total_bytes):
             self._segment.write_whole(self._state, layout, self.now, meta)
 
@@ -223,21 +237,18 @@ class NodeSnapshots:
     def _write(self, segment: SnapshotSegment, layout: StateLayout) -> None:
         meta = self._meta(layout) if self._index == 0 else b""
         if not segment.fits(len(meta), layout.total_bytes):
-            self.wants_renewal = True  # before the next snapshot; this one stays incomplete
+            self._wants_renewal = True  # before the next snapshot; this one stays incomplete
             return
         segment.write_part(self._state, layout, self.now, index=self._index, meta=meta)
         self._taken = self._unsaid = self.now
 
     def _renew(self, layout: StateLayout) -> None:
         """Make a segment for the state's present size, and find out which ranks can write it."""
-        self.wants_renewal, self._given, self._taken = False, False, None
+        self._wants_renewal, self._given, self._taken = False, False, None
         old, self._segment = self._segment, None
         if self.is_first:
             meta = self._meta(layout)
-            try:
-                self._segment = self._make(layout, meta, writers=len(self._node))
-            except SnapshotError as error:
-                logger.error("%s", error)
+            self._segment = self._make(layout, meta, writers=len(self._node))
         joined = [self._rank] if self._segment is not None else []
         if not self._are_alone:
             joined = self._join(layout)
@@ -253,14 +264,24 @@ class NodeSnapshots:
         if old is not None:
             old.close()
 
-    def _make(self, layout: StateLayout, meta: bytes, *, writers: int) -> SnapshotSegment:
+    def _make(self, layout: StateLayout, meta: bytes, *, writers: int) -> SnapshotSegment | None:
+        """Return a segment for the state's present size; None: there is no room, which is said."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             if prepared.fits(len(meta), layout.total_bytes):
                 prepared.set_writers(writers)
+                self._trouble = ""
                 return prepared
             prepared.close()
-        return make_segment(self._progress.stage, writers, layout, len(meta))
+        try:
+            made = make_segment(self._progress.stage, writers, layout, len(meta))
+        except SnapshotError as error:
+            if str(error) != self._trouble:
+                logger.error("%s", error)
+            self._trouble, self._retry_at = str(error), time.monotonic() + _RETRY_S
+            return None
+        self._trouble, self._retry_at = "", None
+        return made
 
     def _join(self, layout: StateLayout) -> list[int]:
         """Open the segment of this node's first rank; return which ranks of the node write it."""

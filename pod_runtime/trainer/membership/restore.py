@@ -17,7 +17,7 @@ from pod_runtime.trainer.membership.member import barrier
 from pod_runtime.trainer.membership.state_manager import CarriedState
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.state.host_state import HostState, host_state_from
+from pod_runtime.trainer.state.host_state import HostState, host_state_from, room_for
 from pod_runtime.trainer.state.owner import new_run_id
 from pod_runtime.trainer.state.snapshot import newest_stamp, read_snapshot
 from pod_runtime.trainer.state.storage import open_storage
@@ -314,7 +314,7 @@ def _newest_of(store: CheckpointStore) -> _Read:
 def own_state(state: FrameworkState, status: LoopStatus, *, committed: bool = False) -> HostState:
     """Return this rank's state in memory of its own: as it is now, or as committed (`scalars`)."""
     layout = state.layout()
-    data = bytearray(layout.total_bytes)
-    state.copy_out(memoryview(data))
+    data = room_for(layout.total_bytes)
+    state.copy_out(data)
     scalars = json.loads(json.dumps(state.scalars(committed=committed)))
-    return HostState(status=status, scalars=scalars, layout=layout, data=memoryview(data))
+    return HostState(status=status, scalars=scalars, layout=layout, data=data)

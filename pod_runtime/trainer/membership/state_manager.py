@@ -22,7 +22,7 @@ from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state.best_checkpoints import best_store
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.state.host_state import HostState
+from pod_runtime.trainer.state.host_state import HostState, room_for
 from pod_runtime.trainer.state.owner_record import State
 from pod_runtime.trainer.state.snapshot import copy_newest
 
@@ -84,7 +84,7 @@ class StateManager:
         self._step_s = 0.0  # how long steps take; 0: not known
         self._next_save = _next_multiple(progress.cursor.global_step, save_steps)
         self._save_due: Stamp | None = None  # since this state; None: no checkpoint is due
-        self._buffer = bytearray()  # of the checkpoint that is written
+        self._buffer = memoryview(b"")  # of the checkpoint that is written
         self._begun_at = self._flushed_at = time.monotonic()
 
     # --- while training
@@ -221,13 +221,14 @@ class StateManager:
         return self._writer is not None and self._writer.has_failed
 
     def checkpoint_error(self) -> str | None:
-        """Return why the newest checkpoint, or the best one, is not written; "": it is.
+        """Return why a checkpoint, or a snapshot of rank 0's node, is not written; "": it is.
 
         None: there was none yet, or this is not this rank's task.
         """
         writers = [each for each in (self._writer, self._best_writer) if each is not None]
-        texts = [each.trouble for each in writers if each.trouble is not None]
-        return max(texts, key=bool, default=None)
+        troubles = [*(each.trouble for each in writers), self._snapshots.trouble]
+        texts = [each for each in troubles if each is not None]
+        return "; ".join(filter(None, texts)) if texts else None
 
     def finish_writing(self) -> None:
         """Wait for a checkpoint in progress. Raises CheckpointError."""
@@ -348,7 +349,7 @@ class StateManager:
     def _copy(self, fd: int) -> HostState:
         """Return a copy of the newest snapshot, while trainers go on writing."""
         try:
-            host_state = copy_newest(fd, self._buffer)
+            host_state = copy_newest(fd, self._room)
         finally:
             os.close(fd)
         if host_state is None:
@@ -388,18 +389,20 @@ class StateManager:
     def _capture(self, *, is_own: bool = False) -> HostState:
         """Return a copy of the state; `is_own`: in memory of its own."""
         layout = self._state.layout()
-        buffer = self._buffer
-        if is_own or len(buffer) != layout.total_bytes:
-            buffer = bytearray(layout.total_bytes)
-        if not is_own:
-            self._buffer = buffer
-        self._state.copy_out(memoryview(buffer))
+        data = room_for(layout.total_bytes) if is_own else self._room(layout.total_bytes)
+        self._state.copy_out(data)
         return HostState(
             status=self._progress.status(),
             scalars=self._state.scalars(committed=True),
             layout=layout,
-            data=memoryview(buffer),
+            data=data,
         )
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._buffer) != size:
+            self._buffer = memoryview(b"")  # not both at once
+            self._buffer = room_for(size)
+        return self._buffer
 
 
 def _next_multiple(step: int, every: int) -> int:

@@ -1,13 +1,18 @@
 """A state as plain memory, as snapshots, broadcasts and checkpoints use it."""
 
+import contextlib
 import json
+import mmap
+import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from job_server.api.wire import WireError, decode
+from pod_runtime.cgroups import available_memory, freed_since_peak
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import StateLayout, layout_from_json
 from pod_runtime.trainer.progress.loop_status import LoopStatus
@@ -61,6 +66,19 @@ class HostState:
 
     def meta(self) -> bytes:
         return meta_bytes(json.dumps(self.status.to_json()), json.dumps(self.scalars), self.layout)
+
+
+def room_for(size: int) -> memoryview:
+    """Return `size` bytes for a copy of the state, in memory or, if that is short, in a file.
+
+    The file is in the working folder, without a name. The kernel can write its pages back, where
+    memory of this process would have it kill one.
+    """
+    if size and available_memory() < size + freed_since_peak():
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=Path.cwd()) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return memoryview(mmap.mmap(file.fileno(), size))
+    return memoryview(bytearray(size))
 
 
 def meta_bytes(

@@ -10,9 +10,10 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from pod_runtime.cgroups import available_memory, freed_since_peak
 from pod_runtime.segment_header import (
     PAGE_BYTES,
     PART_HEADER_BYTES,
@@ -65,7 +66,8 @@ class SnapshotSegment:
             SnapshotError: there is no room for it.
         """
         geometry = make_geometry(writers, 2 * meta_bytes + META_RESERVE, data_bytes)
-        segment = cls(allocate(name, geometry.total_bytes), geometry, populate=True)
+        spare = writers * freed_since_peak()  # which their next steps will need again
+        segment = cls(allocate(name, geometry.total_bytes, spare), geometry, populate=True)
         segment._write(0, geometry.pack())
         return segment
 
@@ -215,14 +217,20 @@ def _locked(fd: int) -> Iterator[None]:
         os.close(own)
 
 
-def allocate(name: str, size: int) -> int:
+def allocate(name: str, size: int, spare: int = 0) -> int:
     """Return a new memfd of `size` bytes, all of them allocated.
+
+    Args:
+        spare: bytes that must be left. The kernel would kill a process for lack of memory, and
+            that could be this trainer, where a control group's limit allows no more.
 
     Raises:
         SnapshotError: there is not so much memory, or a limit forbids it.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
+        if available_memory() < size + spare:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         os.close(fd)
@@ -285,20 +293,19 @@ def newest_status(fds: Iterable[int]) -> LoopStatus | None:
     return status_from(meta) if (slot, header) in read_slots(fd, geometry) else None
 
 
-def copy_newest(fd: int, into: bytearray) -> HostState | None:
-    """Return the newest complete state while trainers go on writing; its bytes go to `into`.
+def copy_newest(fd: int, room: Callable[[int], memoryview]) -> HostState | None:
+    """Return the newest complete state while trainers go on writing; its bytes go to `room(SIZE)`.
 
     None: there is none, or writers were so quick that each try met a slot in the making. May be
     called by another thread at the same time.
     """
     for _ in range(10):
-        host_state = None  # of the try before: it points into `into`
         geometry = read_geometry(fd)
         slots = read_slots(fd, geometry)
         if not slots or geometry is None:
             return None
         slot, header = max(slots, key=lambda each: each[1].stamp)
-        host_state = _copy_slot(fd, geometry, slot, header, into)
+        host_state = _copy_slot(fd, geometry, slot, header, room(header.data_bytes))
         # Writers take their headers back before they change a byte.
         if host_state is not None and (slot, header) in read_slots(fd, geometry):
             return host_state
@@ -306,13 +313,11 @@ def copy_newest(fd: int, into: bytearray) -> HostState | None:
 
 
 def _copy_slot(
-    fd: int, geometry: Geometry, slot: int, header: SlotHeader, into: bytearray
+    fd: int, geometry: Geometry, slot: int, header: SlotHeader, view: memoryview
 ) -> HostState | None:
     """Return a copy of a slot; None if it was overwritten meanwhile, as far as that can be seen."""
-    if len(into) != header.data_bytes:
-        into[:] = bytes(header.data_bytes)
     meta = os.pread(fd, header.meta_bytes, geometry.meta_offset(slot))
-    view, done = memoryview(into), 0
+    done = 0
     while done < header.data_bytes:
         done += os.preadv(fd, [view[done:]], geometry.data_offset(slot) + done)
     try:

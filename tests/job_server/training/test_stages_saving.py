@@ -90,7 +90,7 @@ def test_checkpoints_that_fail_while_it_trains_are_a_warning_until_one_is_writte
     assert sum("the disk is full" in text for text in made.reasons) == 1
     say("")
     assert warnings() == []
-    assert made.reasons[-1].endswith("checkpoints are written again")
+    assert made.reasons[-1].endswith("its state is written again")
     say("checkpoint of step 11 failed: the disk is full")
     made.pause()
     made.run_until(PAUSED)

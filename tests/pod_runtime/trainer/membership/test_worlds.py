@@ -451,7 +451,7 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
     finish_anew(job, left)
 
 
-def test_rank_0_says_why_the_newest_checkpoint_is_not_written_until_one_is(launch, tmp_path: Path):
+def test_rank_0_says_why_no_state_is_written_until_one_is(launch, tmp_path: Path):
     job = launch("counting.py", 2)
     more = ("--padding", "200000", "--checkpoint", str(tmp_path / "ckpt"), "--save_steps", "1",
             "--epochs", "100000", "--step_s", "0.02")  # fmt: skip
@@ -464,7 +464,8 @@ def test_rank_0_says_why_the_newest_checkpoint_is_not_written_until_one_is(launc
     def newest() -> str:
         return str(writer.words("step")[-1].get("checkpoint_error"))
 
-    wait_until(lambda: re.search("checkpoint of step .* failed, .*File too large", newest()), 60)
+    both = "checkpoint of step .* failed, .*File too large.*; no room for a snapshot .*ulimit"
+    wait_until(lambda: re.search(both, newest()), 60)
     none = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE, none)
     wait_until(lambda: newest() == "", 60)

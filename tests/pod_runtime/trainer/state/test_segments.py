@@ -1,7 +1,9 @@
 """The format of segments, how ranks share one, and what is left of it after any kill."""
 
 import contextlib
+import errno
 import json
+import mmap
 import os
 import random
 import resource
@@ -27,7 +29,9 @@ from pod_runtime.segment_header import (
 )
 from pod_runtime.trainer.errors import SnapshotError
 from pod_runtime.trainer.layout import ALIGN, StateLayout, make_layout, split_bytes
-from pod_runtime.trainer.state.host_state import meta_bytes
+from pod_runtime.trainer.state import host_state as host_states
+from pod_runtime.trainer.state import snapshot
+from pod_runtime.trainer.state.host_state import meta_bytes, room_for
 from pod_runtime.trainer.state.snapshot import (
     Handle,
     SnapshotSegment,
@@ -268,13 +272,12 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
 
     thread = threading.Thread(target=keep_writing)
     thread.start()
-    buffer = bytearray()
     seen: set[int] = set()
     try:
         deadline = time.monotonic() + 60
         while len(seen) < 5:
             assert time.monotonic() < deadline, "no copy was ever whole"
-            host_state = copy_newest(first.fd, buffer)
+            host_state = copy_newest(first.fd, room_for)
             if host_state is not None:
                 values = np.frombuffer(host_state.data[: 8 * 200_000], np.float64)
                 assert (values == host_state.status.step).all()
@@ -284,7 +287,7 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
     finally:
         stop.set()
         thread.join()
-    assert copy_newest(first.fd, buffer) is not None, "nobody is in the way any more"
+    assert copy_newest(first.fd, room_for) is not None, "nobody is in the way any more"
 
 
 WRITER = """
@@ -356,7 +359,7 @@ def test_what_is_no_segment_holds_nothing(tmp_path: Path, content: bytes):
     fd = os.open(path, os.O_RDONLY)
     try:
         assert read_newest(fd) is None
-        assert copy_newest(fd, bytearray()) is None
+        assert copy_newest(fd, room_for) is None
     finally:
         os.close(fd)
     assert read_newest(fd) is None  # closed
@@ -390,3 +393,31 @@ def test_too_little_room_is_refused_with_the_size_and_the_remedy():
             allocate("test", 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_segment_is_not_made_where_the_kernel_would_kill_for_it(monkeypatch):
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 3 << 20)
+    os.close(allocate("test", 2 << 20, spare=1 << 20))
+    with pytest.raises(SnapshotError, match=r"\(2\.0 MiB\): Cannot allocate memory; free"):
+        allocate("test", 2 << 20, spare=(1 << 20) + 1)
+
+
+def test_a_copy_for_which_there_is_no_memory_goes_to_a_file_without_a_name(
+    monkeypatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(host_states, "available_memory", lambda: 2 << 20)
+    monkeypatch.setattr(host_states, "freed_since_peak", lambda: 1 << 20)
+    assert isinstance(room_for(1 << 20).obj, bytearray)
+    view = room_for((1 << 20) + 1)
+    assert isinstance(view.obj, mmap.mmap)
+    assert len(view) == (1 << 20) + 1
+    view[-1:] = b"x"
+    assert bytes(view[-2:]) == b"\0x"
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    assert isinstance(room_for(2 << 20).obj, bytearray), "nor is there room on the disk"
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

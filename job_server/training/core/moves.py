@@ -12,6 +12,7 @@ from job_server.api.wire import (
     Order,
     PlanPod,
     PodStagePhase,
+    Saved,
     SnapshotRef,
     Way,
 )
@@ -115,6 +116,17 @@ def cut_for_halt(work: Work) -> None:
     """Order the active stage to cut for a pause or an end; no stage follows."""
     if work.job.active is not None:
         work.set(active=_cutting(work.job.active))
+
+
+def note_written(work: Work, stage: JobStage) -> bool:
+    """Enter where a trainer of a parked stage has written its state. False: none has."""
+    wrote = next((member for member in stage.members if member.durable), None)
+    if wrote is None:
+        return False
+    saved = Saved(stage=stage.stage, step=wrote.step, path=wrote.durable, node_id=wrote.pod.node_id)
+    work.set(ending=replace(work.job.ending, saved=saved))
+    work.note(f"step {saved.step} is written to {saved.path}")
+    return True
 
 
 def order_end(work: Work, stage: JobStage) -> None:

@@ -63,6 +63,7 @@ from job_server.training.core.moves import (
     failure,
     finish,
     let_go,
+    note_written,
     release_superseded,
 )
 from job_server.training.core.work import Work, client_silent_at
@@ -341,6 +342,7 @@ def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
         why = "there is no memory for a snapshot, and the script has no checkpoint="
         abandon(work, f"{why}: step {max(steps)} would be lost")
         return
+    note_written(work, active)
     if stage.overlaps:
         commit(
             work, snapshot_is_current=all(member.snapshot_is_current for member in active.members)

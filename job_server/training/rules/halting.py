@@ -14,7 +14,6 @@ from job_server.api.wire import (
     PodStagePhase,
     RestoreFrom,
     Save,
-    Saved,
     SavePhase,
     Way,
 )
@@ -40,6 +39,7 @@ from job_server.training.core.moves import (
     finish,
     let_go,
     neutral,
+    note_written,
     order_end,
 )
 from job_server.training.core.work import Work, client_silent_at, is_silent
@@ -223,17 +223,7 @@ def _parked_without_snapshot(work: Work) -> JobStage | None:
 
 
 def _end_without_snapshot(work: Work, stage: JobStage) -> None:
-    wrote = next((member for member in stage.members if member.durable), None)
-    if wrote is not None:
-        saved = Saved(
-            stage=stage.stage,
-            step=wrote.step,
-            path=wrote.durable,
-            node_id=wrote.pod.node_id,
-        )
-        work.set(ending=replace(work.job.ending, saved=saved))
-        work.note(f"step {saved.step} is written to {saved.path}")
-    elif _goes_on(work.job):
+    if not note_written(work, stage) and _goes_on(work.job):
         _call_off(work, "there is no memory for a snapshot, and the script has no checkpoint=")
         return
     _end(work)

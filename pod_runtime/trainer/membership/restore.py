@@ -82,6 +82,9 @@ class StateRestore:
             return self._begin_apart()
         if not holders.any():
             return self._restore_from_disk()
+        newer, is_newer = self._find_newer_on_disk(newest)
+        if is_newer:
+            return self._share(newer, 0, from_checkpoint=True)
         if holders.all() and self.carried is not None:
             return self._continue(self.carried)
         held = None
@@ -141,6 +144,29 @@ class StateRestore:
         wanted_step = self.wanted.step if self.wanted else 0
         holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= wanted_step)
         return holders, have[:, :3].tolist().index(best), bool(have[:, 3].any())
+
+    def _find_newer_on_disk(self, newest: Stamp | None) -> tuple[HostState | None, bool]:
+        """Return on rank 0 a checkpoint that is newer than what is in memory, and if there is one.
+
+        There may be where the memory is that of a stage before the last: that one had no memory for
+        snapshots, or has not come to its first.
+        """
+        wanted = self.wanted
+        if wanted is None or wanted.stage >= self.stage - 1 or self.joins:
+            return None, False
+        known = (wanted.stage, wanted.step if newest is None else newest.step)
+        store = self.store if self.rank == 0 else None
+        found = None if store is None else store.newest_whole()
+        read = None
+        if store is not None and found is not None and (found.stage, found.step) > known:
+            is_ours = store.origin(found).is_of(self.fresh.origin, is_finished=False)
+            read = _newest_of(store) if is_ours else None
+        state = self._read_while_others_wait(read)
+        # One that is damaged is passed over, and the one before may be older.
+        is_newer = state is not None and (state.status.stage, state.status.step) > known
+        said = np.array([float(is_newer)])
+        self.group.all_reduce(said)
+        return (state if is_newer else None), bool(said[0])
 
     def _is_ours(self, status: LoopStatus) -> bool:
         """Whether this loop made a state, and no other of the script's, in the process before."""

@@ -114,6 +114,18 @@ def test_a_dead_launcher_gets_a_new_pod_and_its_shims_snapshot_is_used():
     assert made.job.pod("pod_0_0") is None  # its snapshot is not needed any more
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_change_goes_on_from_what_trainers_have_written_not_from_an_older_snapshot(overlap):
+    made = trains(world(overlap=overlap))
+    made.memory = False  # from now on there is none for snapshots
+    made.rounds(6)
+    made.resize(1)
+    while len(made.active.members) > 1:
+        made.round()
+    trains(made)
+    assert records(made)[-1].redone_steps == 0
+
+
 def test_a_dead_shim_takes_its_snapshot_along():
     made = trains(world(pods=1))
     made.kill_shim("pod_0_0")

@@ -451,6 +451,32 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
     finish_anew(job, left)
 
 
+def test_a_crash_goes_back_to_the_checkpoint_that_is_newer_than_what_memory_holds(
+    launch, tmp_path: Path
+):
+    job = launch("counting.py", 2)
+    args = out(job, "--checkpoint", str(tmp_path / "ckpt"), "--save_steps", "1", "--keep", "1")
+    stage = job.start(2, *args)
+    stage.go()
+    stage.wait_step(1)
+    stage.cut()
+    old = stage.drained()
+    stage.end()
+    stage = job.start(2, *args, restore_from=(1, old))
+    stage.go()
+    store = CheckpointStore(open_storage(str(tmp_path / "ckpt")))
+    wait_until(lambda: (newest := store.newest_whole()) is not None and newest.stage == 2, 60)
+    stage.end()
+    job.close_segments(2)  # as if there had been no memory for its snapshots
+    written = store.newest_whole()
+    assert written is not None
+    assert written.step > old
+    stage = job.start(2, *args, restore_from=(1, old))
+    stage.go()
+    assert {said["step"] for said in stage.wait_all("loaded")} == {written.step}
+    finish(stage)
+
+
 def test_rank_0_says_why_no_state_is_written_until_one_is(launch, tmp_path: Path):
     job = launch("counting.py", 2)
     more = ("--padding", "200000", "--checkpoint", str(tmp_path / "ckpt"), "--save_steps", "1",

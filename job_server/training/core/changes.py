@@ -398,8 +398,8 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
 
     STOP where no trainer has called the elastic loop: only trainers in the loop can agree on a
     step. REPLACE where a second set of trainers may be prepared while the first trains. JOIN where
-    two sets do not fit, or the user wants it, and all trainers support it. DRAIN otherwise.
-
+    two sets do not fit, or the user wants it, and all trainers support it. DRAIN otherwise, and
+    where the kernel has killed a trainer beside another set.
 
     Args:
         stood_by: a standby, which has just been dismissed, is part of what the nodes report.
@@ -407,7 +407,7 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
     if not job.elastic:
         return Way.STOP
     overlap = job.spec.overlap
-    if overlap == "off":
+    if overlap == "off" or (job.no_room and overlap != "on"):
         return Way.DRAIN
     joins = _all_join(job)
     if overlap == "join" and joins:
@@ -426,8 +426,7 @@ def _all_join(job: Job) -> bool:
 def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
     """Return whether every GPU of the active stage has room for a second trainer like its first.
 
-    Host memory is not checked: most of what a trainer needs of it is shared.
-
+    Host memory is not checked: most of what a trainer on a GPU needs of it is shared.
 
     Args:
         sets: how many trainers, all alike, use the memory that is in use.

@@ -409,6 +409,7 @@ class Job(SteppedJob, frozen=True, kw_only=True):
     elastic: bool = False  # a trainer has called the elastic loop
     adapter: str = ""  # module of its framework's adapter, which spares import; "": not known
     done: bool = False  # training is complete; its pods are about to exit
+    no_room: bool = False  # the kernel has killed a trainer beside another set of them
     fresh: bool = True  # the next start is the first or follows a pause: no recovery
     cut_off: bool = False  # no pod of the active stage can be reached
     start_since: float = 0.0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from job_server.api.failure_policy import HANG, PEER_LOST, FailedProcess
+from job_server.api.failure_policy import HANG, OOM_KILL, PEER_LOST, FailedProcess
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     MAX_METRICS,
@@ -444,6 +444,8 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
             is_of_victim=report.peer_lost,
         )
         leave_slots(work, member.pod.node_id, slots, rule, text)
+        if OOM_KILL in report.events:
+            _note_no_room(work)
     if stage is job.preparing:
         if stage.way is Way.JOIN and report.peer_lost:
             # A new trainer could not connect to those that stay, which report their own trouble.
@@ -457,6 +459,20 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     if stage.end_ordered and stage.over is None:
         return  # it was being ended already
     fail_active(work, cause)
+
+
+def _note_no_room(work: Work) -> None:
+    """Prepare no trainers beside others any more, if there were two sets when one was killed."""
+    job = work.job
+    preparing = job.preparing
+    ahead = preparing is not None and preparing.way in (Way.REPLACE, Way.JOIN)
+    if job.no_room or job.spec.overlap == "on" or not (ahead or job.retiring is not None):
+        return
+    work.set(no_room=True)
+    work.note(
+        "warning: there is no memory for a second set of trainers: a change of this job stops the "
+        "first one from now on, which takes seconds. With more memory, --overlap on has both"
+    )
 
 
 def _slots(member: StagePod, rank: int | None) -> tuple[int, ...]:

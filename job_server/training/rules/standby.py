@@ -17,6 +17,10 @@ from job_server.training.core.moves import begin
 from job_server.training.core.work import Work
 
 STANDBY_AFTER_S = 5.0  # of undisturbed training before a standby is prepared
+_NO_ROOM = {
+    False: "a GPU of this job has no room for a second trainer next to the first",
+    True: "there is no memory for a second set of trainers",
+}
 MOST_FAILURES = 8  # each set costs the trainers a group: sockets, a thread, time
 
 
@@ -55,8 +59,8 @@ def standby_times(job: Job) -> Iterator[float]:
 def _why_none(work: Work, way: Way) -> str:
     """Return, and note once, why no standby can be prepared. "": one can."""
     why = {
-        Way.DRAIN: "a GPU of this job has no room for a second trainer next to the first",
-        Way.JOIN: "a GPU of this job has no room for a second trainer next to the first",
+        Way.DRAIN: _NO_ROOM[work.job.no_room],
+        Way.JOIN: _NO_ROOM[False],
         Way.STOP: "no trainer has called the elastic loop",
     }.get(way, "")
     if why:

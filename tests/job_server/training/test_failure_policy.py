@@ -9,15 +9,18 @@ from job_server.api.failure_policy import HANG, PEER_LOST, FailedProcess, Failur
 from job_server.api.wire import (
     JobSpec,
     JobState,
+    Order,
     PodPhase,
     PodState,
     RaisedError,
     ReportKind,
     TrainerError,
+    Way,
 )
 from job_server.cluster.quarantine import is_grave
 from job_server.jobs.events import NodeReported
 from job_server.training import views
+from job_server.training.core.changes import choose_way
 from job_server.training.core.faults import Failure, judge, policy_of
 from job_server.training.core.job import Avoided
 from tests.job_server.world import World, records, tell, trains, world
@@ -249,6 +252,27 @@ def test_the_status_names_what_was_told_apart():
         "rank 1 (pod_1_0) was killed by SIGKILL (out of memory, killed by the kernel): oom_kill "
         "of its control group has risen to 1"
     )
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_trainer_killed_for_lack_of_memory_beside_others_is_the_last_one(committed):
+    made = trains(world(nodes=1, slots=4, max_pods=4, overlap="auto"))
+    fails(made, -9, events=("oom_kill",))  # alone
+    trains(made)
+    assert choose_way(made.job, made.cluster) is Way.REPLACE
+    made.resize(3)
+    made.run_to(Order.PREPARE)
+    while committed and made.job.retiring is None:
+        made.round(0.2)
+    assert (made.job.preparing or made.active).way is Way.REPLACE
+    fails(made, -9, events=("oom_kill",))
+    trains(made)
+    assert any("no memory for a second set of trainers" in each for each in made.reasons)
+    assert len(made.active.members) == 3
+    made.resize(2)
+    made.run_to(Order.PREPARE)
+    assert made.job.preparing is not None
+    assert made.job.preparing.way is Way.DRAIN
 
 
 def test_what_a_launcher_tells_again_is_done_once():

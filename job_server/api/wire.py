@@ -1217,6 +1217,7 @@ class Health(Message, frozen=True, kw_only=True):
     server_id: str  # changes when the server restarts
     version: str = ""
     now: float = 0.0  # seconds since 1970
+    warnings: tuple[str, ...] = ()  # what it cannot do now; told only to who shows the token
 
 
 class PageLink(Message, frozen=True, kw_only=True):

@@ -321,6 +321,8 @@ def _status(api: ApiClient, args: argparse.Namespace) -> None:
             print(json.dumps(wire.encode(jobs), indent=2))
         else:
             print(_jobs_table(jobs) if jobs else "there is no job; `edl submit` adds one")
+            for text in api.health().warnings:
+                print(f"warning: {printable(text)}")
         return
     status = api.status(_job_id(api, args))
     if not args.follow:

@@ -81,7 +81,7 @@ def _handlers(service: JobService, guard: Guard) -> Mapping[str, Handler]:
     """Return what answers each route, by its name."""
     description = JsonReply(body=to_json(build_openapi()))
     return {
-        "health": lambda: _health(service),
+        "health": lambda: _health(service, guard),
         "openapi": lambda: description,
         "list_jobs": service.jobs,
         "submit": service.submit,
@@ -119,11 +119,17 @@ def _handlers(service: JobService, guard: Guard) -> Mapping[str, Handler]:
     }
 
 
-def _health(service: JobService) -> wire.Health:
+def _health(service: JobService, guard: Guard) -> wire.Health:
     trouble = service.clock_trouble()
     if trouble:
         raise Retryable(trouble)
-    return wire.Health(server_id=service.server_id, version=version(), now=service.now())
+    is_stranger = guard.token is not None and "Authorization" not in request.headers
+    return wire.Health(
+        server_id=service.server_id,
+        version=version(),
+        now=service.now(),
+        warnings=() if is_stranger else service.warnings(),
+    )
 
 
 def _note_run_time(service: JobService, run_time: wire.RunTime) -> wire.RunTime:

@@ -159,6 +159,7 @@ class Engine:
         self.share_wanted = False  # it is to decide anew what shared jobs have
         self._policy = sharing
         self._share_at = -math.inf  # when that is due in any case
+        self._write_at = -math.inf  # when it is tried again whether the database can be written
         self._pods = 0  # of all jobs
         self._held = 0  # how often the slots or ports that jobs hold have changed
         self._timer_wakes = threading.Condition(self.lock)
@@ -272,6 +273,12 @@ class Engine:
             return f"the server's clock is {late_s:.0f} s late: the machine or its disk is too busy"
         return ""
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return what people should know of the server. Needs no lock."""
+        found = [self.store.trouble] if self.store.trouble else []
+        found += [unreadable_text(*each) for each in list(self.unreadable.items())]
+        return tuple(found)
+
     def _tick_or_log(self) -> float:
         try:
             return self.tick()
@@ -283,6 +290,9 @@ class Engine:
         """Step the jobs that are due; return the seconds until the next one is."""
         now = self.now()
         self._warn_of_late_hearing()
+        if self.store.trouble and now >= self._write_at:  # where nothing happens, nobody writes
+            self._write_at = now + RETRY_S
+            self.store.try_again()
         for entry in list(self.live.values()):
             if entry.due_at <= now:
                 self._set_due(entry)  # before the step, which may find nothing to change
@@ -894,8 +904,15 @@ class Engine:
 
     # --- bodies; called by topics, without the lock ----------------------------------------------
 
+    def status_of(self, job: AnyJob, revision: int) -> wire.JobStatus:
+        """Return a job's status; where it cannot change now, it says so."""
+        status, trouble = job_types.job_status(job, self.now(), revision), self.store.trouble
+        if not trouble or status.state.ended:
+            return status
+        return replace(status, warnings=(trouble, *status.warnings))
+
     def status_body(self, job: AnyJob, revision: int) -> bytes:
-        return to_json(job_types.job_status(job, self.now(), revision))
+        return to_json(self.status_of(job, revision))
 
     def orders_body(self, orders: PodView, revision: int) -> bytes:
         message = wire.PodOrders(

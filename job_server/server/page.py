@@ -42,6 +42,7 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
     sharing = service.sharing()
     shares = {node.node_id: node for node in sharing.nodes}
     return {
+        "warnings": service.warnings(),
         "jobs": jobs,
         "more_jobs": max(0, len(service.job_ids()) - len(jobs)),
         "policy": sharing.policy,

@@ -68,6 +68,7 @@ class JobService:
         self.start = self.engine.start
         self.close = self.engine.close
         self.clock_trouble = self.engine.clock_trouble
+        self.warnings = self.engine.warnings
 
     # --- jobs, for users ------------------------------------------------------------------------
 

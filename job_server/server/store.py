@@ -89,6 +89,7 @@ class Store:
         Raises:
             ConfigError: it is in use, no database of ours, or cannot be opened.
         """
+        self.trouble = ""  # why the last write failed; "": it did not
         self._path = path
         self._lock = threading.Lock()
         try:
@@ -160,6 +161,13 @@ class Store:
                     yield self.connection
             except sqlite3.Error as error:
                 raise self._trouble("written", error) from error
+            self.trouble = ""
+
+    def try_again(self) -> None:
+        """Write again what is there, as of the newest job: `trouble` is what it is now after it."""
+        with contextlib.suppress(StoreTrouble), self._writing(durable=False) as db:
+            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            db.execute("UPDATE jobs SET data = data WHERE number = (SELECT max(number) FROM jobs)")
 
     def _put_back(self) -> None:
         """Write the database anew where somebody has deleted its file.
@@ -199,7 +207,10 @@ class Store:
                 raise self._trouble("read", error) from error
 
     def _trouble(self, verb: str, error: Exception) -> StoreTrouble:
-        return StoreTrouble(f"the server's database {self._path} cannot be {verb}: {error}", 2.0)
+        trouble = StoreTrouble(f"the server's database {self._path} cannot be {verb}: {error}", 2.0)
+        if verb != "read":
+            self.trouble = str(trouble)
+        return trouble
 
     def jobs(self) -> list[StoredJob]:
         """Return all jobs in the order of submission."""

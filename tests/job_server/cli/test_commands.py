@@ -66,6 +66,12 @@ def test_status_is_a_table_of_all_jobs(run):
     assert row.split()[:2] == ["default_job", "RUNNING"]
 
 
+def test_status_says_what_the_server_warns_of(run, monkeypatch):
+    health = wire.Health(server_id="1", warnings=("the database cannot be written",))
+    monkeypatch.setattr(ApiClient, "health", lambda _: health)
+    assert run("status")[1].splitlines()[-1] == "warning: the database cannot be written"
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The environment of a user who has no server yet."""

@@ -2,6 +2,7 @@
 
 import cProfile
 import dataclasses
+import html
 import logging
 import pstats
 import subprocess
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flask.testing import FlaskClient
 
 from job_server.api import wire
 from job_server.api.errors import Conflict, StoreTrouble
 from job_server.jobs.events import Event, StopAsked
 from job_server.jobs.work import Goal
+from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing import job_types, overview
@@ -64,6 +67,8 @@ def test_a_job_that_cannot_be_read_is_put_aside_and_the_others_go_on(tmp_path, c
         assert (answer.status_code, "cannot read it" in answer.text) == (404, True)
         assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 409
         assert "job 'a' is in the database, but this version cannot read it" in caplog.text
+        (warning,) = client.get("/api/v1/health").get_json()["warnings"]
+        assert warning.startswith("job_id: job 'a' is in the database")
         stored = {job.job_id: job for job in service.engine.store.jobs()}
         assert set(stored) == {"a", "digits"}
         assert "was deleted" in client.delete("/api/v1/jobs/a").text
@@ -218,6 +223,41 @@ def test_a_clock_that_is_late_says_so_and_the_server_is_unwell_until_it_catches_
             engine.wake_timer()
         wait_until(lambda: client.get("/api/v1/health").status_code == 200)
         assert "what was due comes later" in caplog.text
+
+
+def test_a_database_that_cannot_be_written_is_said_until_it_can(tmp_path, monkeypatch):
+    """All looked well, while no failure of a trainer was heard of and nothing was changed."""
+    monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.01)
+    monkeypatch.setattr("job_server.server.engine.TICK_S", 0.05)
+    with open_service(tmp_path / "server.db") as service:
+        stranger = browse(service, Guard(token="secret"))
+        client = browse(service, Guard(token="secret"))
+        client.environ_base["HTTP_AUTHORIZATION"] = "Bearer secret"
+        client.post("/api/v1/jobs", json={"job_id": "digits"})
+        connection = service.engine.store.connection
+
+        def told(asked: FlaskClient, path: str) -> list[str]:
+            answer = asked.get(f"/api/v1/{path}")
+            assert answer.status_code == 200  # a server that is started again could do no more
+            return answer.get_json()["warnings"]
+
+        assert told(client, "health") == told(client, "jobs/digits") == []
+        with service.engine.lock:
+            connection.execute(
+                "CREATE TRIGGER full BEFORE UPDATE ON jobs"
+                " BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+            )
+        assert client.post("/api/v1/jobs/digits/pause").status_code == 503
+        wait_until(lambda: told(client, "jobs/digits"))
+        warnings = told(client, "health")
+        assert ["cannot be written: disk full" in text for text in warnings] == [True]
+        assert told(client, "jobs/digits") == warnings
+        assert warnings[0] in html.unescape(client.get("/").text)
+        assert told(stranger, "health") == []
+        with service.engine.lock:
+            connection.execute("DROP TRIGGER full")
+        wait_until(lambda: not told(client, "health"))
+        wait_until(lambda: not told(client, "jobs/digits"))
 
 
 # --- thousands of jobs that have ended -----------------------------------------------------------

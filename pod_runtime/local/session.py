@@ -214,10 +214,15 @@ class LocalSession:
 
     def _follow(self, watch: JobWatch) -> JobStatus | None:
         asked, shown = False, ""
+        warned: tuple[str, ...] = ()
         while True:
             watch.changed.wait(_LOOK_EVERY_S)
             watch.changed.clear()
             status = watch.status
+            if watch.warnings != warned:  # no event says so, as none can be written
+                warned = watch.warnings
+                for text in warned:
+                    show(f"warning: {text}")
             events = watch.take_events()
             self._output.show_new()  # the events may be about it
             for event in events:

@@ -26,6 +26,7 @@ class JobWatch:
         """Follow a job that was submitted."""
         self.status: JobStatus | None = None  # None: not known yet
         self.is_deleted = False  # the server has the job no longer
+        self.warnings: tuple[str, ...] = ()  # what the server cannot do now
         self.changed = threading.Event()
         self._connect, self._job_id = connect, job_id
         self._events: deque[JobEvent] = deque()  # a thread puts them there
@@ -87,6 +88,8 @@ class JobWatch:
             while not self._closed.is_set():
                 try:
                     events = api.events(self._job_id, after=self._heard, timeout_s=_POLL_S)
+                    if not events:
+                        self.warnings = api.health().warnings
                 except JobServerError:
                     self._closed.wait(_RETRY_S)
                     continue

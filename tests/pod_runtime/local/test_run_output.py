@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -9,7 +10,8 @@ import pytest
 
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import NotFound, ServerAway
-from job_server.api.wire import JobSpec
+from job_server.api.wire import Health, JobEvent, JobSpec, JobState, JobStatus
+from job_server.sharing import job_types
 from pod_runtime.local import session as run_session
 from pod_runtime.local import view as run_view
 from pod_runtime.local.output import TrainerOutput
@@ -223,6 +225,34 @@ def test_a_job_that_the_server_has_no_longer_is_followed_no_longer():
     watch = run_view.JobWatch(lambda: cast("ApiClient", Api()), "job")
     assert watch.changed.wait(10)
     assert watch.is_deleted
+
+
+def test_what_the_server_cannot_do_is_shown_as_no_event_will_say_it(tmp_path, monkeypatch, capsys):
+    """A trainer had crashed on a full disk: nothing was heard of it, and nothing was shown."""
+    text = "the server's database cannot be written: disk full"
+
+    class Api:
+        def watch(self, *_args: object) -> JobStatus:
+            ended = bool(watches and watches[0].warnings)
+            status = job_types.job_status(job_types.new_job(spec, 0.0), 0.0, 1)
+            return replace(status, state=JobState.FAILED if ended else JobState.RUNNING)
+
+        def events(self, *_args: object, **_options: object) -> tuple[JobEvent, ...]:
+            return ()
+
+        def health(self) -> Health:
+            return Health(server_id="1", warnings=(text,))
+
+    spec = JobSpec(job_id="job")
+    config = run_session.RunConfig(
+        spec=spec, cpu_slots=1, script=tmp_path, script_args=(), cwd=tmp_path, folder=tmp_path,
+        heartbeat_s=1.0, token="a_token_of_a_test",
+    )  # fmt: skip
+    session = run_session.LocalSession(config, "", {})
+    watches = [run_view.JobWatch(lambda: contextlib.nullcontext(Api()), "job")]  # type: ignore[arg-type,return-value]
+    with session._port_claim:
+        assert session._follow(watches[0]) is not None
+    assert capsys.readouterr().out.count(f"edl: warning: {text}") == 1
 
 
 def test_following_a_job_goes_on_after_a_defect(monkeypatch):

@@ -187,6 +187,7 @@ class World:
         self.save_rounds = 2  # so many reports does the writing of a state take
         self.stuck = False  # no byte is written any more
         self.memory = True  # there is some for snapshots
+        self.shims_answer = True  # else no launcher knows what its shim holds
         self.gpu_bytes_used = 0  # on each GPU
         self.in_run_folders: set[tuple[str, int, int]] = set()  # node, stage, step
 
@@ -737,7 +738,7 @@ class World:
             stage=plan.stage,
             attempt=plan.attempt,
             step=step,
-            snapshot=pod.snapshot,
+            snapshot=pod.snapshot if self.shims_answer else None,
             snapshot_is_current=parked and self.memory,
             durable="/shared/checkpoint" if writes else "",
             elastic=self.elastic and loaded,

@@ -224,7 +224,12 @@ def _parked_without_snapshot(work: Work) -> JobStage | None:
 
 def _end_without_snapshot(work: Work, stage: JobStage) -> None:
     if not note_written(work, stage) and _goes_on(work.job):
-        _call_off(work, "there is no memory for a snapshot, and the script has no checkpoint=")
+        why = "there is no memory for a snapshot, and the script has no checkpoint="
+        held = next((member.pod for member in stage.members if member.snapshot_is_current), None)
+        if held is not None:  # as its trainers say
+            why = f"the shim of {held.pod_id}, which holds the newest state, does not answer: "
+            why += f"it is stopped, or node {held.node_id} is too busy"
+        _call_off(work, why)
         return
     _end(work)
 

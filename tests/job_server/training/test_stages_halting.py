@@ -48,6 +48,19 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     assert made.job.resizes == made.job.budget.failures == 0
 
 
+def test_a_pause_that_a_shim_which_does_not_answer_calls_off_says_so():
+    """The script was said to have no `checkpoint=`, which it had."""
+    made = trains(world())
+    made.shims_answer = False
+    made.pause()
+    made.rounds(20)
+    assert made.job.state is RUNNING
+    assert "not paused: the shim of pod_0_0, which holds the newest state" in made.job.reason
+    assert "checkpoint=" not in made.job.reason
+    made.shims_answer = True
+    paused(made)
+
+
 def test_the_script_clock_stands_while_paused():
     script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=30.0)
     made = paused(trains(world(script=script)))

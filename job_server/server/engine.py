@@ -596,7 +596,7 @@ class Engine:
             return
         jobs = [entry.job for entry in self.jobs.values()]
         try:
-            news = decide(POLICIES[self._policy], jobs, nodes, now)
+            news = decide(POLICIES[self._policy], jobs, nodes, now, self._aside.values())
         except Exception:  # every request comes by here, and nodes are to be heard all the same
             logger.exception("it cannot be decided what shared jobs have: they keep what they have")
             return
@@ -852,7 +852,7 @@ class Engine:
         """Return how jobs share the cluster."""
         now = self.now()
         jobs = [entry.job for entry in self.jobs.values()]
-        return overview(self._policy, jobs, self._node_uses(now), now)
+        return overview(self._policy, jobs, self._node_uses(now), now, self._aside.values())
 
     def check_share(self, spec: wire.JobSpec) -> None:
         """Refuse a shared job that could never start.

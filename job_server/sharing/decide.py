@@ -57,9 +57,17 @@ def share_key(job: AnyJob) -> object:
 
 
 def decide(
-    policy: Policy, jobs: Sequence[AnyJob], nodes: Sequence[NodeUse], now: float
+    policy: Policy,
+    jobs: Sequence[AnyJob],
+    nodes: Sequence[NodeUse],
+    now: float,
+    aside: Iterable[AnyJob] = (),
 ) -> list[tuple[str, Allotted]]:
-    """Return what is news to shared jobs, by job id; those that have less come first."""
+    """Return what is news to shared jobs, by job id; those that have less come first.
+
+    Args:
+        aside: jobs that cannot be read: they keep what they hold.
+    """
     shared = [job for job in jobs if isinstance(job, Job) and takes_part(job)]
     states = {job.spec.job_id: job.state for job in jobs}
     met = {job.spec.job_id: _met(job, states) for job in shared}
@@ -74,7 +82,7 @@ def decide(
             found[job_id] = Allocation(placed={}, reason=why)
         else:
             views.append(job_view(job, served.nodes_of(job.spec), served.ids, now))
-    rooms = rooms_of(jobs, free, nodes, now)
+    rooms = rooms_of([*jobs, *aside], free, nodes, now)
     found |= allocate(policy, views, rooms, now)
     news = []
     for job in free:

@@ -22,12 +22,19 @@ def is_shared(job: AnyJob) -> bool:
     return isinstance(job, Job) and job.spec.share
 
 
-def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now: float) -> Sharing:
+def overview(
+    policy: str,
+    jobs: Sequence[AnyJob],
+    nodes: Iterable[NodeUse],
+    now: float,
+    aside: Iterable[AnyJob] = (),
+) -> Sharing:
     """Return how jobs share the cluster.
 
     Args:
         policy: its name.
         jobs: all, those that are not shared included.
+        aside: jobs that cannot be read, but for what they hold.
     """
     shared = [job for job in jobs if isinstance(job, Job) and is_shared(job)]
     waiting = sorted(
@@ -36,7 +43,8 @@ def overview(policy: str, jobs: Sequence[AnyJob], nodes: Iterable[NodeUse], now:
     )
     uses = tuple(nodes)
     succeeded = {job.spec.job_id for job in jobs if job.state is JobState.SUCCEEDED}
-    holders = [job for job in jobs if slots_held(job)]  # of thousands that have ended: none
+    # Of thousands that have ended: none.
+    holders = [job for job in (*jobs, *aside) if slots_held(job)]
     return Sharing(
         policy=policy,
         now=now,

@@ -103,6 +103,42 @@ def test_the_pods_of_a_job_that_cannot_be_read_are_left_in_peace_until_it_is_del
         wait_until(lambda: set(pods(service)) == {"other"})
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_shared_jobs_get_no_slots_of_a_job_that_cannot_be_read(tmp_path, share):
+    """One was allotted these beside a free node, and waited for ever."""
+    path, now = tmp_path / "server.db", [1_000_000.0]
+    nodes = [
+        cpu_node(name, job_id=None, folders=("x",), port_low=low, port_high=low + 99)
+        for name, low in (("node-a", 21000), ("node-b", 22000))
+    ]
+
+    def heard(service: JobService, nodes: list[wire.Node]) -> list[list[str]]:
+        for _ in range(3):
+            now[0] += 1.0
+            for node in nodes:
+                service.report_node(node.node_id, wire.NodeReport(node_id=node.node_id))
+            with service.engine.lock:
+                service.engine.tick()
+        plans = [service.engine.plan_of(node.node_id) for node in nodes]
+        return [[pod.job_id for pod in plan] for plan in plans]
+
+    spec = wire.JobSpec(job_id="old", folder="x", share=share, min_pods=2, max_pods=2)
+    with open_service(path, now=lambda: now[0]) as service:
+        service.register(nodes[0])
+        service.submit(spec)
+        assert heard(service, nodes[:1]) == [["old", "old"]]
+    store = Store(str(path))
+    store.connection.execute("UPDATE jobs SET data = json_set(data, '$.goal', 'to be the best')")
+    store.close()
+    with open_service(path, now=lambda: now[0]) as service:
+        for node in nodes:
+            service.register(node)
+        service.submit(dataclasses.replace(spec, job_id="new", share=True))
+        assert heard(service, nodes) == [["old", "old"], ["new", "new"]]
+        used = [each.used_shared + each.used_others for each in service.engine.sharing().nodes]
+        assert used == [2, 2]
+
+
 def test_an_estimate_that_an_older_version_wrote_as_infinity_is_read_as_none(tmp_path):
     path = tmp_path / "server.db"
     with open_service(path) as service:
@@ -239,7 +275,7 @@ def test_a_database_that_cannot_be_written_is_said_until_it_can(tmp_path, monkey
         def told(asked: FlaskClient, path: str) -> list[str]:
             answer = asked.get(f"/api/v1/{path}")
             assert answer.status_code == 200  # a server that is started again could do no more
-            return answer.get_json()["warnings"]
+            return list(answer.get_json()["warnings"])
 
         assert told(client, "health") == told(client, "jobs/digits") == []
         with service.engine.lock:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import JobServerError, Retryable
+from job_server.api.errors import JobServerError, NotFound, Retryable
 from job_server.api.text import counted, pause
 from job_server.api.wire import JobKind, JobState, JobStatus, Way
 
@@ -106,13 +106,15 @@ def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
         _use_again(api, node_id, limit)
     if not before:
         return [f"no job has a pod on {node_id}: it would cost nothing"]
-    return [f"{job.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
+    return [f"{old.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
 
 
 def _waits_for_node(api: ApiClient, job: JobStatus, node_id: str) -> bool:
     """Say whether a job has left the node with its state, and can go on nowhere else."""
-    now = api.status(job.job_id)
-    return now.state is JobState.WAITING and now.saved is not None and now.saved.node_id == node_id
+    now = _status(api, job)
+    if now is None or now.state is not JobState.WAITING:
+        return False
+    return now.saved is not None and now.saved.node_id == node_id
 
 
 def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:
@@ -154,8 +156,14 @@ def drill_job(api: ApiClient, job_id: str, wait_s: float) -> list[str]:
     return [f"{job_id} without {lost}: {cost(before, after)}"]
 
 
-def cost(before: JobStatus, after: JobStatus) -> str:
-    """Return in words what happened to a job between two looks cost it, beside what was usual."""
+def cost(before: JobStatus, after: JobStatus | None) -> str:
+    """Return in words what happened to a job between two looks cost it, beside what was usual.
+
+    Args:
+        after: None: it was deleted.
+    """
+    if after is None:
+        return "it was deleted meanwhile"
     known = {record.stage for record in before.stages if record.committed_at is not None}
     made = [r for r in after.stages if r.stage not in known and r.committed_at is not None]
     pauses = [record.pause_s for record in made if record.pause_s is not None]
@@ -187,14 +195,22 @@ def _jobs_on(api: ApiClient, node_id: str) -> list[JobStatus]:
     ]
 
 
+def _status(api: ApiClient, job: JobStatus) -> JobStatus | None:
+    """Return a job's status now; None: it was deleted."""
+    try:
+        return api.status(job.job_id)
+    except NotFound:
+        return None
+
+
 def _settled(
     api: ApiClient, before: JobStatus, wait_s: float, done: Callable[[JobStatus], bool]
-) -> JobStatus:
-    """Return a job's status once it trains as `done` says, or has ended."""
+) -> JobStatus | None:
+    """Return a job's status once it trains as `done` says, or has ended; None: it was deleted."""
     deadline = time.monotonic() + wait_s
     while True:
-        job = api.status(before.job_id)
-        if job.state.ended or (done(job) and _trains(job)):
+        job = _status(api, before)
+        if job is None or job.state.ended or (done(job) and _trains(job)):
             return job
         if time.monotonic() >= deadline:
             raise JobServerError(

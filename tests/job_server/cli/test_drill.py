@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from job_server.api.api_client import ApiClient
-from job_server.api.errors import JobServerError, ServerAway
+from job_server.api.errors import JobServerError, NotFound, ServerAway
 from job_server.api.wire import (
     JobSpec,
     JobState,
@@ -124,6 +124,7 @@ class Server:
             warnings=("node a is drained: an operator asked for it; there is no other place",),
         )
         self.looks_left = 1 << 30  # until it has left all the same
+        self.is_deleted = False  # once it has left
         self.away = 0  # so many requests are not answered, from the first look at the jobs on
         self.loses_answer = False  # to the order that drains the node
         self._node = node(self._job.pods[0].node_id)
@@ -142,7 +143,9 @@ class Server:
             self.away -= 1
             raise ServerAway("no answer")
 
-    def status(self, _job_id: str) -> JobStatus:
+    def status(self, job_id: str) -> JobStatus:
+        if self.is_deleted:
+            raise NotFound(f"job_id: there is no job {job_id!r}")
         return self.jobs()[0]
 
     def nodes(self) -> list[NodeStatus]:
@@ -209,6 +212,14 @@ def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():
     server.looks_left = 4
     (line,) = drill(server, 60.0)
     assert line.endswith(": it goes on as it was")
+
+
+def test_a_job_that_is_deleted_during_a_drill_fails_it_not():
+    """Then it was not said what it had cost the others."""
+    server = Server()
+    server.looks_left, server.is_deleted = 4, True
+    assert drill(server, 60.0) == ["job: it was deleted meanwhile"]
+    assert not server.draining
 
 
 @pytest.mark.parametrize(("away", "loses_answer"), [(4, False), (0, True), (4, True)])

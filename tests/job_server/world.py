@@ -142,6 +142,7 @@ class SimPod:
 class SimNode:
     node: wire.Node
     seen_at: float
+    shortage: str = ""  # of memory or disk; "": it gets new pods
     registered: bool = True
     link: bool = True
     client: bool = True
@@ -199,6 +200,7 @@ class World:
             NodeView(
                 node=sim.node,
                 seen_at=sim.seen_at,
+                shortage=sim.shortage,
                 memory_used={slot.index: self.gpu_bytes_used for slot in sim.node.slots},
             )
             for sim in self.nodes.values()

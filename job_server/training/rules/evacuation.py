@@ -21,6 +21,8 @@ def evacuate(work: Work) -> None:
     did not come about, the trainer is killed, and the others recover without its pod; a pod that
     leaves only because its node is drained is not killed, it tries again.
     """
+    if work.job.announced.quarantine and not work.job.pods:  # no pod stays there any more
+        work.set(announced=replace(work.job.announced, quarantine=""))
     if work.job.goal is not Goal.RUN or work.job.legacy:
         return
     _change_preparing(work)
@@ -120,8 +122,10 @@ def warn_of_shortage(work: Work) -> None:
     if text == job.announced.shortage:
         return
     work.set(announced=replace(job.announced, shortage=text))
-    said = f"warning: {text}; no new pods go there" if text else "its nodes have enough room again"
-    work.note(said, lasting=False)
+    if text:
+        work.note(f"warning: {text}; no new pods go there", lasting=False)
+    elif not any(f"node {name}: " in job.announced.shortage for name in short):  # not: it has left
+        work.note("its nodes have enough room again", lasting=False)
 
 
 def _change_preparing(work: Work) -> None:

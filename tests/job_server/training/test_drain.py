@@ -101,6 +101,37 @@ def test_a_job_that_cannot_leave_stays_and_says_so_and_its_client_need_not_wait(
     assert not [text for text in made.status.warnings if "drained" in text]
 
 
+@pytest.mark.parametrize("end", ["pause", "node lost"])
+def test_no_pod_is_said_to_stay_on_a_drained_node_once_none_is_there(end):
+    made = trains(world(nodes=1, slots=2, pods=2, max_pods=2, total_steps=4000))
+    drain(made, "a")
+    made.rounds(20)
+    assert [text for text in made.status.warnings if "its pod stays" in text]
+    if end == "pause":
+        made.pause()
+    else:
+        made.client_leaves(made.nodes["a"])
+    until(made, lambda: not made.job.pods)
+    assert not made.status.warnings
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_is_said_to_have_room_again_only_if_it_has(leaves):
+    """A job without a pod there any more said so of a full disk."""
+    made = trains(world(nodes=1, slots=2, pods=2, max_pods=2, total_steps=4000))
+    made.nodes["a"].shortage = "its disk is nearly used up"
+    made.send(NodesChanged())
+    assert list(made.status.warnings) == ["node a: its disk is nearly used up"]
+    if leaves:
+        made.pause()
+        until(made, lambda: not made.job.pods)
+    else:
+        made.nodes["a"].shortage = ""
+    made.send(NodesChanged())
+    assert not list(made.status.warnings)
+    assert ("room again" in "".join(made.reasons)) is not leaves
+
+
 def test_a_crash_on_a_drained_node_recovers_there_where_the_state_is_and_then_leaves():
     made = trains(world(nodes=2, slots=2, pods=2, max_pods=2, total_steps=4000))
     made.has_path = False

@@ -1122,6 +1122,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     quarantines: tuple[Quarantine, ...] = ()  # that are in force
     shortage: str = ""  # of what it is short, so that it gets no new pods; "": of nothing
     draining: str = ""  # why pods of all jobs leave it; "": they do not
+    drains: Int = 0  # how often an operator has drained it since the server began
 
 
 class NodeLimit(Message, frozen=True, kw_only=True):

@@ -89,24 +89,28 @@ def limit_unless_drained(api: ApiClient, node_id: str, otherwise: str) -> int | 
 def drill_node(api: ApiClient, node_id: str, wait_s: float) -> list[str]:
     """Have all jobs leave a node, as before a preemption that is announced; return what it cost.
 
-    The node is used again afterwards.
+    The node is used again afterwards, unless somebody else has drained it meanwhile.
 
     Raises:
         JobServerError: a job cannot leave, or does not in time; or the node is drained already.
     """
     before = _jobs_on(api, node_id)
     limit = limit_unless_drained(api, node_id, "a drill needs a node that jobs may use")
+    drains: int | None = None  # it may be drained although no answer comes
     try:
-        api.limit_node(node_id, 0, drain=True)  # it may be drained although no answer comes
+        drains = api.limit_node(node_id, 0, drain=True).drains
         wait_until_left(api, node_id, wait_s, "the drill is over, and jobs may use the node again")
         if any(_waits_for_node(api, job, node_id) for job in before):
-            _use_again(api, node_id, limit)
+            _use_again(api, node_id, limit, drains)
         after = [_settled(api, job, wait_s, lambda job: True) for job in before]
     finally:
-        _use_again(api, node_id, limit)
+        is_used = _use_again(api, node_id, limit, drains)
+    lines = [f"{old.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
     if not before:
-        return [f"no job has a pod on {node_id}: it would cost nothing"]
-    return [f"{old.job_id}: {cost(old, job)}" for old, job in zip(before, after, strict=True)]
+        lines = [f"no job has a pod on {node_id}: it would cost nothing"]
+    if not is_used:
+        lines.append(f"{node_id} stays drained, as somebody has drained it meanwhile (`edl drain`)")
+    return lines
 
 
 def _waits_for_node(api: ApiClient, job: JobStatus, node_id: str) -> bool:
@@ -117,8 +121,14 @@ def _waits_for_node(api: ApiClient, job: JobStatus, node_id: str) -> bool:
     return now.saved is not None and now.saved.node_id == node_id
 
 
-def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:
+def _use_again(api: ApiClient, node_id: str, limit: int | None, drains: int | None) -> bool:
     """End the drain of a drill, also where the server is away for a moment.
+
+    Args:
+        drains: how often the node had been drained, that of the drill included; None: not known.
+
+    Returns:
+        False: somebody else has drained it since, so it stays drained.
 
     Raises:
         JobServerError: the node is drained for good; says how to end that.
@@ -126,6 +136,9 @@ def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
+            now = next((each for each in api.nodes() if each.node.node_id == node_id), None)
+            if now is not None and drains is not None and now.drains > drains:
+                return False
             api.limit_node(node_id, limit)
         except Retryable as error:
             if time.monotonic() >= deadline:
@@ -135,7 +148,7 @@ def _use_again(api: ApiClient, node_id: str, limit: int | None) -> None:
                 ) from error
             time.sleep(LOOK_S)
         else:
-            return
+            return True
 
 
 def drill_job(api: ApiClient, job_id: str, wait_s: float) -> list[str]:

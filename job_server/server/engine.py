@@ -759,6 +759,7 @@ class Engine:
         self.store.save_limits(node_ids, slots, drain=drain)
         self.share_wanted = True
         for node_id, known in zip(node_ids, nodes, strict=True):
+            known.drains += drain
             if drain != known.drained:
                 self.registry.drain(node_id, drain)
                 self.slots_moved = True

@@ -64,6 +64,7 @@ class KnownNode:
     quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
     gauges: dict[str, Gauge] = field(default_factory=dict)  # of memory and disk
     drained: bool = False  # by an operator
+    drains: int = 0  # how often one has drained it since the server began
     newest_ms: int = 0  # when its client sent the newest report, by its clock; 0: none yet
 
     @property
@@ -315,6 +316,7 @@ class NodeRegistry:
             shortage=shortage(known.gauges),
             quarantines=tuple(q for q in known.quarantines.values() if q.ended_at is None),
             draining=known.draining,
+            drains=known.drains,
         )
 
 

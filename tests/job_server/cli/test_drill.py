@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -24,6 +25,7 @@ from job_server.api.wire import (
 from job_server.cli.drill import cost, drill_node, ended_as_by_ctrl_c, why_it_stays
 from job_server.training.machine import new_job
 from job_server.training.views import job_status
+from tests.job_server.serving import cpu_node, open_service
 from tests.job_server.shared_cluster import SharedCluster
 from tests.job_server.world import node, trains, world
 from tests.support import wait_until
@@ -127,6 +129,7 @@ class Server:
         self.is_deleted = False  # once it has left
         self.away = 0  # so many requests are not answered, from the first look at the jobs on
         self.loses_answer = False  # to the order that drains the node
+        self.drains = 0
         self._node = node(self._job.pods[0].node_id)
 
     @property
@@ -152,16 +155,18 @@ class Server:
         return [
             NodeStatus(
                 node=self._node, alive=True, last_seen_at=1.0, report={}, limit=self.limit,
-                draining=self.draining,
+                draining=self.draining, drains=self.drains,
             )
         ]  # fmt: skip
 
-    def limit_node(self, _node_id: str, slots: int | None, *, drain: bool = False) -> None:
+    def limit_node(self, _node_id: str, slots: int | None, *, drain: bool = False) -> NodeStatus:
         if self.draining:
             self._answer()
         self.limit, self.draining = slots, "an operator asked for it" if drain else ""
+        self.drains += drain
         if drain and self.loses_answer:
             raise ServerAway("no answer")
+        return self.nodes()[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -205,6 +210,25 @@ def test_a_drill_does_not_end_a_drain():
     with pytest.raises(JobServerError, match=r"is drained already: an operator .*--slots all`"):
         drill(server, 0.0)
     assert server.draining
+
+
+def test_a_node_that_is_drained_during_a_drill_stays_drained(monkeypatch):
+    """The drill gave the node back to jobs, though an operator was about to take it away."""
+    with open_service() as service:
+        service.register(cpu_node())
+        api = SimpleNamespace(
+            nodes=service.node_statuses,
+            jobs=service.statuses,
+            limit_node=lambda node_id, slots, *, drain=False: service.limit_node(
+                node_id, NodeLimit(slots=slots, drain=drain)
+            ),
+        )
+        look = partial(drill_node, cast("ApiClient", api), "node-a", 60.0)
+        assert look() == ["no job has a pod on node-a: it would cost nothing"]
+        wait = partial(api.limit_node, "node-a", 0, drain=True)
+        monkeypatch.setattr("job_server.cli.drill.wait_until_left", lambda *_: wait())
+        assert "node-a stays drained, as somebody has drained it" in look()[-1]
+        assert [known.draining for known in service.node_statuses()] != [""]
 
 
 def test_a_job_that_cannot_leave_for_a_moment_is_waited_for():

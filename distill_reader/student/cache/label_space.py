@@ -22,15 +22,19 @@ _GONE = "gone-"  # prefix of a folder that is being removed
 _POD_FOLDER = "EDL_POD_FOLDER"  # variable of a pod's environment
 
 
+def folder_of(root: Path, identity: Mapping[str, Any]) -> Path:
+    """Return the folder of an identity, which need not be there."""
+    text = json.dumps(identity, sort_keys=True)
+    return root / (_PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
+
+
 def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
     """Return the folder of an identity, and a locked descriptor that marks it as in use.
 
     Raises:
         OSError: the folder cannot be created.
     """
-    text = json.dumps(identity, sort_keys=True)
-    name = _PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    folder = root / name
+    folder = folder_of(root, identity)
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another process has just removed it

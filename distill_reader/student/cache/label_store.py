@@ -168,7 +168,7 @@ class LabelStore:
             self._refresh()
         except OSError as error:
             self._close()
-            if error.errno not in _PASSING:
+            if error.errno not in _PASSING and not self._is_read_only_now(error):
                 raise UsageError(
                     f"cache: {error.filename or root}: {error.strerror}; name a folder on a local "
                     "disk that can be written to"
@@ -272,6 +272,14 @@ class LabelStore:
         self._rows = self._keys = None
         while self._opened:
             os.close(self._opened.pop())
+
+    def _is_read_only_now(self, error: OSError) -> bool:
+        """Return whether labels were kept there before: the kernel has closed a disk with errors.
+
+        A folder that never was one of labels is a mistake of the user's.
+        """
+        header = space.folder_of(self._root, self._identity) / "header.json"
+        return error.errno == errno.EROFS and header.exists()
 
     def _note_loss(self, error: OSError) -> None:
         logger.warning(

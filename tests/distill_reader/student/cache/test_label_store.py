@@ -344,6 +344,21 @@ def test_a_folder_that_may_not_be_used_is_refused_and_no_file_is_left_open(
     assert not open_below(tmp_path)
 
 
+@pytest.mark.parametrize("what", ["users", "utime", "lock", "keys", "rows", "inputs"])
+def test_a_disk_that_the_kernel_has_made_read_only_leaves_a_student_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what
+):
+    """Trainers that start again there would all end, one after the other."""
+    before = open_store(tmp_path)
+    add(before, [1])
+    before.close()
+    troubled(monkeypatch, what, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    store = open_store(tmp_path)
+    assert check(store, [1]) == add(store, [2]) == 0
+    assert "Read-only file system; the training goes on without it" in caplog.text
+    assert not open_below(tmp_path)
+
+
 def test_a_disk_that_cannot_be_read_any_more_leaves_a_student_without_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

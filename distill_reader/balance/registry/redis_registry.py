@@ -82,6 +82,11 @@ class RedisRegistry:
         self._refused = redis.ResponseError
         self._replica = redis.ReadOnlyError
         self._stranger = redis.AuthenticationError
+        self._of_cluster = (
+            redis.exceptions.AskError,  # and MovedError
+            redis.exceptions.ClusterCrossSlotError,
+            redis.exceptions.ClusterDownError,
+        )
         self._addresses = tuple(addresses)
         self._clients = [_client(address) for address in addresses]
         self._at = 0
@@ -290,13 +295,15 @@ class RedisRegistry:
             raise RegistryUnavailable(f"{name}: {self._meaning(error)}") from error
 
     def _meaning(self, error: BaseException) -> str:
-        """Return the text of an error, with the remedy if Redis or its certificate is at fault."""
+        """Return the text of an error, with the remedy if there is another than to wait."""
         text = str(error) or type(error).__name__
         if isinstance(error, self._stranger):
             return (
                 f"{text}: name the password, as in redis://:PASSWORD@HOST:PORT, or by "
                 "--db_passwd_file"
             )
+        if isinstance(error, self._of_cluster):
+            return f"{text}: Redis Cluster is not supported: name a Redis that is no part of one"
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return f"{text}: SSL_CERT_FILE names a file of certificates to trust"
         return text

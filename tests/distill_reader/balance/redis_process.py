@@ -4,6 +4,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,12 @@ class RedisProcess:
     """`redis-server` on a port of loopback, which it keeps; nothing is written to disk."""
 
     def __init__(
-        self, folder: Path, *, password: str = "", authority: Authority | None = None
+        self,
+        folder: Path,
+        *,
+        password: str = "",
+        authority: Authority | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """`authority`: for TLS; None: it speaks none."""
         program = shutil.which("redis-server")
@@ -36,6 +42,7 @@ class RedisProcess:
             self._command += ["--tls-ca-cert-file", authority.ca_file, "--tls-auth-clients", "no"]
         self._command += ["--save", "", "--appendonly", "no", "--dir", str(folder)]
         self._command += ["--requirepass", password] if password else []
+        self._command += options
         self._process: subprocess.Popen[bytes] | None = None  # None: not running
         self.start()
 

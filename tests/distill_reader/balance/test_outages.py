@@ -340,6 +340,23 @@ def test_a_password_is_wanted_and_given(tmp_path, run):
     wait_until(lambda: student.teachers == {teacher.endpoint})
 
 
+def test_a_redis_cluster_is_named_with_the_remedy(tmp_path, run):
+    """Its own words tell nobody that the servers would have to wait for ever."""
+    server = run(RedisProcess, tmp_path, options=["--cluster-enabled", "yes"])
+    discovery = run(LocalDiscovery, server.url)
+
+    def is_said(words: str) -> bool:
+        away = discovery.server.balancer.view.away or ""
+        return words in away and "Redis Cluster is not supported: name a Redis" in away
+
+    wait_until(lambda: is_said("slot not served"))
+    with redis.Redis(port=server.port) as client:
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    for _ in range(2):
+        run(LocalStudent, discovery.endpoint)
+    wait_until(lambda: is_said("same slot"))
+
+
 class TestWhatOthersWrite:
     @pytest.fixture
     def database(self, redis_server):

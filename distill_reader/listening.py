@@ -1,6 +1,7 @@
 """Addresses and names of hosts, and listening sockets."""
 
 import contextlib
+import errno
 import re
 import resource
 import socket
@@ -9,6 +10,8 @@ from distill_reader.errors import UsageError
 
 _LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
 _WANTED_FILES = 65536
+# Errors of `accept` that pass when connections end.
+OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 def is_loopback(host: str) -> bool:
@@ -55,6 +58,14 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
             f"{flag} {port}: cannot listen on {host}: {reason}; choose another port or address"
         ) from error
     return listener
+
+
+def cannot_accept(error: OSError) -> str:
+    """Return what to log of an error of OUT_OF."""
+    text = f"no connection can be accepted: {error}"
+    if error.errno != errno.EMFILE:
+        return text
+    return f"{text}: raise its hard limit (ulimit -Hn; LimitNOFILE= of systemd)"
 
 
 def raise_file_limit() -> None:

@@ -9,7 +9,6 @@ The listener and HTTP share one event loop in a thread of its own. Nothing on it
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distill_reader.errors import DistillError
-from distill_reader.listening import bind, raise_file_limit
+from distill_reader.listening import OUT_OF, bind, cannot_accept, raise_file_limit
 from distill_reader.protocols import oip_messages, serving_messages, wire
 from distill_reader.teacher.protocols.calls import Calls
 from distill_reader.teacher.protocols.fast import FastLimits, FastServer
@@ -40,7 +39,6 @@ _PEEK_BYTES = 4  # enough to tell the protocols apart; the shortest HTTP request
 _BRPC_MAGIC = b"PRPC"  # Paddle Serving's C++ client
 _BACKLOG = 512
 _LOG_EVERY_S = 10.0  # how often refused connections are logged
-_OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +204,8 @@ class Front:
         try:
             sock, _ = listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF:
-                self._log_refused(f"no connection can be accepted: {error}")
+            if error.errno in OUT_OF:
+                self._log_refused(cannot_accept(error))
                 loop.remove_reader(listener)
                 loop.call_later(0.2, self._start_accepting, listener)  # others will end
             return  # any other error: the client has left already

@@ -38,12 +38,13 @@ from distill_reader.balance.wire.server_connection import (
     Stalled,
 )
 from distill_reader.errors import BadRequest
-from distill_reader.listening import host_name
+from distill_reader.listening import OUT_OF, cannot_accept, host_name
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
+_BACKLOG = 1024
 # Steps of the event loop until a socket that was just accepted has reached `_accept`. A server that
 # is closed earlier would leak the socket.
 _ACCEPT_STEPS = 5
@@ -79,9 +80,13 @@ class DiscoveryServer:
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until cancelled."""
+        asyncio.get_running_loop().set_exception_handler(self._note_unhandled)
+        # For asyncio `backlog` is also how often it accepts in a row. Without file descriptors it
+        # fails each time, logs that, and has each failure followed by as many tries.
         server = await asyncio.start_server(
-            self._accept, sock=listener, backlog=1024, limit=MAX_HTTP_BYTES
+            self._accept, sock=listener, backlog=1, limit=MAX_HTTP_BYTES
         )
+        listener.listen(_BACKLOG)
         try:
             await self.balancer.run()
         finally:
@@ -210,6 +215,13 @@ class DiscoveryServer:
     def legacy_name(self) -> str:
         """Return a unique name for a student of the original, which sends none."""
         return f"legacy-{host_name()[:40]}-{time.time_ns():x}-{next(self._numbers)}"
+
+    def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in OUT_OF:
+            self._log(cannot_accept(error))
+        else:
+            loop.default_exception_handler(dict(context))
 
     def _log(self, text: str) -> None:
         now = time.monotonic()

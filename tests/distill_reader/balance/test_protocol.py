@@ -1,6 +1,9 @@
 """What a discovery server says to the bytes that come: the original's, ours, and rubbish."""
 
+import errno
+import os
 import re
+import socket
 import struct
 import time
 from contextlib import suppress
@@ -272,6 +275,28 @@ class TestPatience:
         assert first.ask(REGISTER)["type"] == "register"
         assert run(RawClient, server.endpoint).is_ended()
         assert first.ask({"type": "heartbeat"})["type"] == "heartbeat"
+
+    def test_a_server_without_file_descriptors_says_so_now_and_then_and_goes_on(
+        self, run, monkeypatch, caplog
+    ):
+        """It wrote three megabytes of log a second."""
+        accept = socket.socket.accept
+        tries = []
+
+        def fail(listener):
+            tries.append(listener)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        server = run(LocalDiscovery)
+        monkeypatch.setattr("socket.socket.accept", fail)
+        client = run(RawClient, server.endpoint)
+        wait_until(lambda: len(tries) > 1)
+        monkeypatch.setattr("socket.socket.accept", accept)
+        assert client.ask(REGISTER)["type"] == "register"
+        assert len(tries) < 10
+        said = [each for each in caplog.messages if "accept" in each]
+        assert len(said) == 1
+        assert "Too many open files: raise its hard limit (ulimit -Hn" in said[0]
 
 
 json_values = st.recursive(

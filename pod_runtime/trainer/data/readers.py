@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -234,6 +235,7 @@ class ThreadReader:
         self._counts_samples = counts_samples
         atexit.register(self.close)  # a thread inside framework code can hang the exit
         self._queue: queue.Queue[ShardBatch | BaseException] = queue.Queue(maxsize=2)
+        self._end: BaseException | None = None  # None: more may come
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._feed, args=(start,), name="reader", daemon=True
@@ -242,10 +244,12 @@ class ThreadReader:
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch | None:
         try:
-            item = self._queue.get(timeout=timeout_s)
+            item = self._queue.get(timeout=timeout_s) if self._end is None else self._end
         except queue.Empty:
             return None
         wanted = shard_range.key
+        if isinstance(item, BaseException):
+            self._end = item  # nothing follows, and a script that has caught it may ask again
         if isinstance(item, StopIteration):
             raise UsageError(
                 f"reader: it ended before (epoch, step, shard) {wanted}; it has to go on to the "
@@ -308,6 +312,7 @@ def loader_items(
     cursor: Cursor,
     data: FrameworkData,
     *,
+    first: ShardRange | None = None,
     on_host: bool = False,
     to_epoch_end: bool = False,
 ) -> Iterator[ShardBatch]:
@@ -316,13 +321,15 @@ def loader_items(
     The workers are started here: the main thread's business, as it installs signal handlers.
 
     Args:
+        first: of the shards that are read; None: this rank's first one at the cursor.
         on_host: leave batches in the host's memory, whatever the training's device is.
         to_epoch_end: not to the training's.
     """
     sent: queue.SimpleQueue[tuple[ShardRange, int]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[DrawnIndex]]:
-        for shard_range in order.from_cursor(cursor, to_epoch_end=to_epoch_end):
+        ranges = order.from_cursor(cursor, to_epoch_end=to_epoch_end)
+        for shard_range in dropwhile(lambda each: first not in (None, each), ranges):
             sent.put((shard_range, order.drawn(shard_range)))
             yield drawn_indices(shard_range.epoch, *order.samples(shard_range))
 

@@ -46,20 +46,27 @@ class ShardFeed:
         """Return a shard's batch; parks with the other ranks while data do not come."""
         activity = self._stage.member.activity
         activity.begin(Doing.READING)
-        if self._reader is None:
-            self._reader = self._start_reader()
-        found = self._reader.take(shard_range, _WAIT_S)
-        while found is None:
+        while (found := self._take(shard_range)) is None:
             try:
                 self._stage.member.wait_for_data()
             except PeerLost as error:
                 self._stage.member.end_after_peer_lost(error, state_is_committed=True)
-            found = self._reader.take(shard_range, _WAIT_S)
         self._stage.member.have_data()
         activity.begin(Doing.STEPPING)
         if self._drawn_ahead:
             return found._replace(drawn=self._drawn_ahead.pop(found[:3], found.drawn))
         return found
+
+    def _take(self, shard_range: ShardRange) -> ShardBatch | None:
+        if self._reader is None:
+            self._reader = self._start_reader(shard_range)
+        try:
+            return self._reader.take(shard_range, _WAIT_S)
+        except Exception:
+            if self._factory is None:  # a script may catch it, and go on with this shard
+                self._reader.close()
+                self._reader = None
+            raise
 
     def shards(self, source: DataSource, *, with_ids: bool) -> ShardSource:
         """Return this rank's shards of `source` from the cursor on, for the script's own reader."""
@@ -85,7 +92,7 @@ class ShardFeed:
     def _note_drawn(self, item: ShardBatch) -> None:
         self._drawn_ahead[item[:3]] = item.drawn
 
-    def _start_reader(self) -> ShardReader:
+    def _start_reader(self, first: ShardRange) -> ShardReader:
         cursor, order, source = self._stage.progress.cursor, self._order, self._source
         if self._factory is not None:
             batches = order.batches
@@ -106,7 +113,7 @@ class ShardFeed:
             return ThreadReader(lambda: factory_items(made))
         if source.num_workers > 0:
             items = loader_items(
-                source, order, cursor, self._stage.framework.data,
+                source, order, cursor, self._stage.framework.data, first=first,
                 to_epoch_end=not source.keeps_workers,
             )  # fmt: skip
             # Which samples are read is known; collate_fn may put them along any axis.

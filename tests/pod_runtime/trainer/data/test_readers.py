@@ -312,6 +312,7 @@ def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
         raise ConnectionError("no teacher")
 
     reader = ThreadReader(start)
-    with pytest.raises(ConnectionError, match="no teacher"):
-        reader.take(next(order().from_cursor(Cursor())), 60.0)
+    for _again in range(2):  # a script may have caught it
+        with pytest.raises(ConnectionError, match="no teacher"):
+            reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()

@@ -225,6 +225,66 @@ def test_workers_read_the_same_and_draw_the_same():
     assert torch.equal(weights, by_workers)
 
 
+class Away(Dataset):
+    """Drawing, on a file server that is away when sample 13 is first asked for."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark, self.drawing = mark, Drawing()
+
+    def __len__(self) -> int:
+        return len(self.drawing)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13 and not self.mark.exists():
+            self.mark.touch()
+            raise OSError("Input/output error")
+        return self.drawing[index]
+
+
+class AwayStream(IterableDataset):
+    def __init__(self, mark: Path) -> None:
+        self.samples = Away(mark)
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in range(20))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_that_catches_an_error_of_its_data_reads_on_with_the_same_batch(
+    tmp_path, workers, is_stream
+):
+    """With worker processes it waited for ever."""
+
+    def read(mark: Path) -> tuple[list[int], int]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = AwayStream(mark) if is_stream else Away(mark)
+        loader = DataLoader(data, batch_size=6, num_workers=workers)
+        loop = elastic.Loop(
+            model, optimizer, loader, epochs=1, shards=2, steps_per_epoch=3 if is_stream else None
+        )
+        seen: list[int] = []
+        caught = 0
+        for epoch in loop.epochs():
+            for step in epoch:
+                while True:
+                    try:
+                        for inputs, index in step:
+                            seen += index.tolist()
+                            step.backward((model(inputs) ** 2).mean())
+                        break
+                    except OSError:
+                        caught += 1
+                step.update()
+        return seen, caught
+
+    there = tmp_path / "there"
+    there.touch()
+    seen, _caught = read(there)
+    assert read(tmp_path / "away") == (seen, 1)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_collate_function_draws_the_same_wherever_it_is_called(is_stream: bool):
     """Mixing rates, which no two batches have in common."""

@@ -1,5 +1,6 @@
 """Agree with the other ranks of a stage: on steps, on cuts, and on when to park."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -416,11 +417,14 @@ class StageMember:
 
 def exit_as_victim() -> NoReturn:
     """End the process at once: in an orderly exit the group's threads may hang for ever."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    flush_files()
-    os._exit(PEER_LOST_EXIT_CODE)
+    try:
+        flush_files()
+        logging.shutdown()
+        for name in ("stdout", "stderr"):  # a script may have put an object of its own there
+            with contextlib.suppress(Exception):
+                getattr(sys, name).flush()
+    finally:
+        os._exit(PEER_LOST_EXIT_CODE)
 
 
 def barrier(group: FrameworkGroup, is_busy: Callable[[], bool]) -> None:

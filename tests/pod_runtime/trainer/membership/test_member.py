@@ -1,12 +1,14 @@
 """What a member of a stage agrees on with its peers, over a group that the test plays."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pod_runtime.channel_wire import Cut
+from pod_runtime.channel_wire import PEER_LOST_EXIT_CODE, Cut
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.membership.member import StageMember
 from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
@@ -246,3 +248,16 @@ def test_ranks_agree_on_the_end_of_an_epoch_and_on_what_is_put_away_then():
     member, _state_manager = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
     assert member.end_epoch(stop=False) == (False, SnapshotRequest(snapshot=1.0))
     assert member.end_epoch(stop=False) == (True, SnapshotRequest(renew=True))
+
+
+def test_a_victim_ends_as_one_whatever_the_script_has_put_in_the_place_of_its_output():
+    """Else the script is blamed for the crash of a peer."""
+    code = (
+        "import sys\n"
+        "from pod_runtime.trainer.membership.member import exit_as_victim\n"
+        "print('kept', file=sys.stderr)\n"
+        "sys.stdout = None\n"
+        "exit_as_victim()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (PEER_LOST_EXIT_CODE, "kept\n")

@@ -174,6 +174,9 @@ class BaseTraits(ABC):
             else:
                 get = itemgetter(*built) if built else _nothing
                 now = attributes(thing)
+                if not built.keys() <= now.keys():  # of TorchScript
+                    self._new.append(owner)
+                    continue
                 self._quick.append((owner, now, self._sizes[owner], get, get(built)))
 
     def _suspects(self) -> list[str]:
@@ -245,7 +248,8 @@ class BaseTraits(ABC):
             found[f"hooks of {who}"] = self._hook_count(layer)
             forward = vars(layer).get("forward")
             # Paddle's to_static puts a layer's own one there, when the model is called first.
-            is_own = getattr(forward, "__func__", None) is type(layer).forward
+            function = getattr(forward, "__func__", None)
+            is_own = function is not None and function is type(layer).forward
             found[f"forward of {who}"] = None if is_own else forward
             for attribute, value in self._loose_tensors(layer):
                 what = f"{attribute} of {who}, a tensor outside of its state_dict"

@@ -52,7 +52,8 @@ class OwnBuffers:
             self._put_back(self._before)
             return
         for buffers, key, own, name in self._places:
-            now = buffers.get(key)
+            # TorchScript's are in no dict.
+            now = buffers[key] if key in buffers else None  # noqa: SIM401
             if now is own:
                 continue
             shape, dtype = getattr(now, "shape", None), getattr(now, "dtype", None)

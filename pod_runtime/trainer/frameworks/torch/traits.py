@@ -96,8 +96,8 @@ class TorchTraits(BaseTraits):
             for name, value in vars(thing).items()
             if name not in skipped and is_plain(value)
         }
-        if is_layer and self._evaluates is not None:
-            found["training"] = self._evaluates.get(id(thing), thing.training)
+        if is_layer:  # of TorchScript it is not in `vars`
+            found["training"] = (self._evaluates or {}).get(id(thing), thing.training)
         return found
 
     def _flags_of(self, parameter: Any) -> tuple[Any, ...]:
@@ -106,6 +106,8 @@ class TorchTraits(BaseTraits):
     def _set(self, thing: Any, name: str, value: Any) -> None:
         if isinstance(thing, torch.Tensor):
             thing.requires_grad_(value)
+        elif name == "training":
+            thing.training = value
         else:
             vars(thing)[name] = value
 

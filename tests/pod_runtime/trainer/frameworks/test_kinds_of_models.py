@@ -15,12 +15,13 @@ from pod_runtime.trainer.frameworks.choose import make_framework
 pytestmark = [
     pytest.mark.filterwarnings("ignore:When training, we now always track global mean"),
     pytest.mark.filterwarnings("ignore:The program will return to single-card operation"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated"),
 ]
 
 SCRIPTS = ("kinds", "kinds_torch")
 TRAINED = (
     "frozen", "tied", "counting", "infinite", "copying", "spread", "sometimes", "normed",
-    "reparametrized", "number", "turning", "recurrent", "in_bfloat16", "compiled",
+    "scripted", "reparametrized", "number", "turning", "recurrent", "in_bfloat16", "compiled",
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",

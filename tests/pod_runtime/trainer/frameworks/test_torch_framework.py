@@ -761,6 +761,23 @@ def test_modes_that_a_script_sets_to_what_they_are_count_as_set():
     assert "train" not in vars(training.model[0])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+def test_the_mode_of_a_layer_of_torchscript_belongs_to_the_state():
+    models = [nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Dropout(0.5))) for _ in range(2)]
+    one, other = (
+        torch_framework(model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER)
+        for model in models
+    )
+    models[0].eval()
+    layout, data, scalars = take(one)
+    other.state.load(layout, memoryview(data), scalars)
+    assert [each.training for each in models[1].modules()] == [False] * 3
+    models[0].train()
+    layout, data, scalars = take(one)
+    other.state.load(layout, memoryview(data), scalars)
+    assert [each.training for each in models[1].modules()] == [True] * 3
+
+
 def test_what_no_state_can_carry_is_named_once():
     training = Training("momentum")
     assert training.framework.state.uncarried_changes() == []

@@ -120,6 +120,14 @@ class Normed(Words):
         return self.out(self.norm(self.words(ids)))
 
 
+class Scripted(Normed):
+    """A layer of TorchScript, whose buffers are in no dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.2)))
+
+
 class Reparametrized(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +262,7 @@ def without_values() -> Any:
 TRAINED: dict[str, Callable[[], Any]] = {
     "plain": Words, "frozen": Frozen, "tied": Tied, "counting": Counting, "infinite": Infinite,
     "copying": Copying, "spread": Spread,
-    "sometimes": Sometimes,
+    "sometimes": Sometimes, "scripted": Scripted,
     "normed": Normed, "reparametrized": Reparametrized, "number": Number, "turning": Turning,
     "in_bfloat16": Half,
 }  # fmt: skip

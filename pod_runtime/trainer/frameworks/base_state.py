@@ -128,6 +128,8 @@ class BaseState(ABC):
         self._committed_traits: Found | None = None  # None: no step was committed
         self._edits: list[str] = []  # that were said
         self._new: set[str] = set()  # objects of `extra` of which a state had nothing; were said
+        self._unkept_before: dict[str, Any] = {}  # marks of such with an empty state_dict
+        self._unkept_named: set[str] = set()
         self._sizes = [each.sizes() for each in optimizers]
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: StateLayout | None = None  # None: to be made
@@ -490,7 +492,26 @@ class BaseState(ABC):
 
     def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
-        return self._traits.uncarried_changes()
+        found, now = self._traits.uncarried_changes(), self._unkept()
+        for name, mark in now.items():
+            if self._unkept_before.get(name, mark) != mark and name not in self._unkept_named:
+                self._unkept_named.add(name)
+                found.append(name)
+        self._unkept_before = now
+        return found
+
+    def _unkept(self) -> dict[str, Any]:
+        """Return marks of the objects of `extra` whose states are empty, by what to call them."""
+        found = {}
+        for name, thing in self._extra.items():
+            state = thing.state_dict()
+            if isinstance(state, Mapping) and not state:
+                parts = thing.modules() if hasattr(thing, "modules") else [thing]
+                found[
+                    f"extra={{{name!r}: ...}}, whose state_dict is empty (of a metric of "
+                    f"torchmetrics: persistent(True) fills it)"
+                ] = [self._traits.mark(vars(each)) for each in parts if hasattr(each, "__dict__")]
+        return found
 
     def unowned(self) -> list[str]:
         """Return which trainable parameters of the model no optimizer has."""

@@ -277,7 +277,7 @@ class BaseTraits(ABC):
         if self._is_of_framework(thing):
             return {}
         marks = {
-            (name, type(value).__name__): self._mark(value)
+            (name, type(value).__name__): self.mark(value)
             for name, value in vars(thing).items()
             if name not in skipped and not is_plain(value) and self._version(value) is None
         }
@@ -290,7 +290,7 @@ class BaseTraits(ABC):
     def _is_of_framework(self, thing: Any) -> bool:
         return type(thing).__module__.partition(".")[0] == self._PACKAGE
 
-    def _mark(self, value: Any, depth: int = 1) -> Any:
+    def mark(self, value: Any, depth: int = 1) -> Any:
         """Return plain values that change when something in this value does; None: nothing can."""
         if is_plain(value):
             return value
@@ -299,7 +299,7 @@ class BaseTraits(ABC):
                 return id(value), len(value)
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             return [
-                (key if is_plain(key) else id(key), self._mark(each, depth + 1))
+                (key if is_plain(key) else id(key), self.mark(each, depth + 1))
                 for key, each in pairs
             ]
         version = self._version(value)
@@ -309,7 +309,7 @@ class BaseTraits(ABC):
             return value
         is_layer = hasattr(value, "named_parameters")
         if depth <= _DEEPEST and not is_layer and is_of_script(type(value).__module__):
-            return self._mark(getattr(value, "__dict__", {}), depth + 1)
+            return self.mark(getattr(value, "__dict__", {}), depth + 1)
         return None
 
     def _version(self, value: Any) -> Any:

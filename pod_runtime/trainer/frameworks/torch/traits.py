@@ -144,5 +144,5 @@ class TorchTraits(BaseTraits):
             owned = {each for group in groups for each in group["params"]}
             for key in optimizer.state.keys() - owned:
                 name = f"state[{key!r}]" if isinstance(key, str | int) else "state of no parameter"
-                found[f"{name} of {who}"] = self._mark(optimizer.state[key])
+                found[f"{name} of {who}"] = self.mark(optimizer.state[key])
         return found

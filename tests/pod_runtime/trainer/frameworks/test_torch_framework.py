@@ -792,6 +792,37 @@ def test_what_no_state_can_carry_is_named_once():
     assert training.framework.state.uncarried_changes() == []
 
 
+class Mean(nn.Module):
+    """Has a state_dict with nothing in it, as metrics of torchmetrics have."""
+
+    total: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = torch.zeros(()), 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+def test_an_object_that_changes_and_says_nothing_of_itself_is_named_once():
+    model, mean, others = nn.Linear(2, 2), Mean(), nn.ModuleList([Mean(), nn.Identity()])
+    state = torch_framework(
+        model, SGD(model.parameters(), 0.1), header_size=HEADER,
+        extra={"mean": mean, "others": others, "empty": Counts(), "idle": Mean()},
+    ).state  # fmt: skip
+    assert state.uncarried_changes() == []
+    assert state.uncarried_changes() == []
+    mean.update(1.0)
+    assert [each.partition(",")[0] for each in state.uncarried_changes()] == ["extra={'mean': ...}"]
+    mean.update(1.0)
+    others[0].update(1.0)
+    assert [each.partition(",")[0] for each in state.uncarried_changes()] == [
+        "extra={'others': ...}"
+    ]
+
+
 class Noting(SGD):
     """Keeps more than its groups, and more of parameters than a state can say."""
 

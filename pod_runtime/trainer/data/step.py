@@ -368,4 +368,6 @@ class Step(ABC):
                 f"{changed[0]}: set inside of `for batch in step:`, through which a trainer goes "
                 f"once for each of its shards, however many it has; set it once in a step, after "
                 f"step.update()"
+                + "; a model there that predicts (a teacher) is put into evaluation mode, in which "
+                "its batch norm counts nothing" * changed[0].startswith("an object in extra=")
             )

@@ -650,3 +650,14 @@ def test_a_gradient_that_did_not_come_by_the_step_is_refused_in_any_step(kit, at
     with pytest.raises(UsageError, match=r"did not come by step\.backward.*paddle\.grad"):
         run()
     assert loop.step_count == at
+
+
+def test_a_teacher_that_is_passed_in_training_mode_is_refused_with_the_remedy(kit):
+    """Its batch norm counts as it predicts: no line of the script sets anything."""
+    model, teacher = kit.net(), kit.net()
+    kit.freeze(teacher)
+    with pytest.raises(UsageError, match=r"an object in extra=.* is put into evaluation mode"):
+        train(
+            kit, model, shards=2, after_shard=lambda: teacher(model[0].weight),
+            extra={"teacher": teacher},
+        )  # fmt: skip

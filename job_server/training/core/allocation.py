@@ -211,7 +211,7 @@ def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
     """
     source = newest_in_memory(job, but)
     saved = job.ending.saved
-    if source is None or job.done:
+    if source is None:
         return None
     if saved is None or age(saved) < age(source):
         return source

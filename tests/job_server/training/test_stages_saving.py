@@ -273,6 +273,27 @@ def test_a_stop_is_never_refused_and_discards_only_when_told_to():
     assert f"step {step} is lost: its state was not written" in "".join(made.reasons)
 
 
+@pytest.mark.parametrize("end", [PAUSED, STOPPED, FAILED])
+def test_what_a_script_without_a_checkpoint_has_trained_is_written_though_it_is_complete(end):
+    """As where its own last lines, which save the model, fail, or hang and are stopped."""
+    made = world(max_failures=0)
+    made.has_path = False
+    ahead(made)
+    made.rounds(1)
+    step = newest(made)
+    pods = ("pod_0_0", "pod_1_0")
+    tell(made, pods, ReportKind.DONE, 1, step=made.job.progress.step)
+    assert made.job.done
+    if end is FAILED:
+        made.crash()
+    else:
+        made.pause() if end is PAUSED else made.stop()
+    made.run_until(end)
+    assert ("a", 1, step) in made.in_run_folders, made.reasons
+    assert made.job.ending.saved is not None
+    assert made.job.ending.saved.step == step
+
+
 def test_a_stop_that_discards_waits_for_nothing():
     made = trains(world())
     made.save_rounds = 1000

@@ -33,6 +33,7 @@ class Trial:
     state: TrialState
     values: Mapping[str, float | int | str | bool]  # of its parameters
     reports: Mapping[int, float] = field(default_factory=dict)  # epochs -> the metric then
+    judged: int = 0  # its epochs when the pruner last let it go on
     value: float | None = None  # of a complete one
     why: str = ""  # it failed
     submitted: bool = False  # the server has (or had) its job
@@ -146,15 +147,12 @@ def _after(trial: Trial, job: JobStatus | None) -> list[Action]:
 def _follow(spec: StudySpec, trial: Trial, job: JobStatus) -> list[Action]:
     actions: list[Action] = []
     epochs, value = job.metric_epochs.get(spec.metric), job.metrics.get(spec.metric)
-    if epochs and epochs not in trial.reports:
+    may_prune = not job.state.ended and (epochs or 0) < spec.epochs
+    # One that was reported, but not judged: a kill came between the two.
+    if epochs and (epochs not in trial.reports or (may_prune and epochs > trial.judged)):
         reported = float("nan") if value is None else value
         actions.append(
-            Report(
-                number=trial.number,
-                epochs=epochs,
-                value=reported,
-                may_prune=not job.state.ended and epochs < spec.epochs,
-            )
+            Report(number=trial.number, epochs=epochs, value=reported, may_prune=may_prune)
         )
     if job.state in (JobState.FAILED, JobState.STOPPED):
         actions.append(_failed(trial, f"its job is {job.state.value}: {job.reason}"))

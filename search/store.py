@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from job_server.api.errors import ConfigError
 from search.decide import Trial, TrialState
+from search.pruner import JUDGED, HalvingPruner
 from search.study_file import (
     Choice,
     FloatRange,
@@ -170,7 +171,10 @@ class StudyStore:
         trial = self._open(number)
         if epochs not in self.trial(number).reports:
             trial.report(value, epochs)
-        return bool(trial.should_prune())
+        ends = bool(trial.should_prune())
+        if not ends:
+            trial.set_user_attr(JUDGED, max(self.trial(number).reports))
+        return ends
 
     def finish(
         self, number: int, state: TrialState, value: float | None = None, why: str = ""
@@ -212,6 +216,7 @@ def _trial(found: optuna.trial.FrozenTrial, of_study: Mapping[str, object]) -> T
         reports=found.intermediate_values,
         value=found.value if state is TrialState.COMPLETE else None,
         why=str(found.user_attrs.get(_WHY, "")),
+        judged=found.user_attrs.get(JUDGED, 0),
         submitted=_SUBMITTED in found.user_attrs,
         released=f"{_RELEASED}_{found.number}" in of_study,
     )
@@ -242,13 +247,10 @@ def _pruner(spec: PrunerSpec, epochs: int) -> optuna.pruners.BasePruner:
             return optuna.pruners.MedianPruner(
                 n_startup_trials=spec.startup_trials, n_warmup_steps=spec.min_epochs
             )
-        case "halving":
-            return optuna.pruners.SuccessiveHalvingPruner(
-                min_resource=spec.min_epochs, reduction_factor=spec.reduction
-            )
-        case "hyperband":
-            return optuna.pruners.HyperbandPruner(
-                min_resource=spec.min_epochs, max_resource=epochs, reduction_factor=spec.reduction
-            )
+        case "halving" | "hyperband":
+            return HalvingPruner(
+                min_epochs=spec.min_epochs, reduction=spec.reduction, epochs=epochs,
+                hyperband=spec.kind == "hyperband",
+            )  # fmt: skip
         case _:
             return optuna.pruners.NopPruner()

@@ -30,7 +30,8 @@ def study(**changes: Any) -> StudySpec:
 
 
 def trial(number: int = 0, state: TrialState = TrialState.RUNNING, **changes: Any) -> Trial:
-    """A trial whose job was submitted."""
+    """A trial whose job was submitted, and that was judged by all that it has reported."""
+    changes.setdefault("judged", max(changes.get("reports", ()), default=0))
     made = Trial(number=number, state=state, values={"lr": 0.1}, submitted=True)
     return replace(made, **changes)
 

@@ -47,6 +47,10 @@ ONE = study(trials=1)
             id="the same epoch again, after a replay, is one report",
         ),
         pytest.param(
+            trial(reports={1: 0.5, 2: 0.6}, judged=1), logged(JobState.RUNNING, 2, 0.6),
+            [Report(number=0, epochs=2, value=0.6)], id="reported, not judged: killed",
+        ),
+        pytest.param(
             trial(), logged(JobState.RUNNING, 0, 0.5), [], id="before the first epoch was over"
         ),
         pytest.param(

@@ -324,6 +324,8 @@ def _question(step: steps.Step, job: JobSpec) -> Callable[..., object]:
             return lambda api: api.submit(job)
         case steps.SetPods(pods):
             return lambda api: api.resize(job.job_id, pods)
+        case steps.GiveUpDead(pods):
+            return lambda api: api.resize(job.job_id, pods, assume_dead=True)
         case steps.CloseNodes((first, *others)):
             return lambda api: api.limit_node(first, 0, also=others)
         case steps.OpenNodes((first, *others)):

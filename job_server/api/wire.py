@@ -1067,6 +1067,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     error: FirstError | None = None  # of the last stage that failed; None: none did
     metric_epochs: dict[str, Int] = {}  # as of PodReport  # noqa: RUF012
     loss_curve: tuple[LossPoint, ...] = ()  # over all steps, evenly thinned; steps rise
+    unreachable: bool = False  # it waits for pods that cannot be reached, and may still run
 
 
 class JobEvent(Message, frozen=True, kw_only=True):

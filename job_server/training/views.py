@@ -13,11 +13,13 @@ from job_server.api.wire import (
     DesiredState,
     HangLimits,
     JobPod,
+    JobState,
     JobStatus,
     NodePod,
     Order,
     PlanPod,
     PodPhase,
+    PodStagePhase,
     Save,
     StagePlan,
     StageRecord,
@@ -264,7 +266,16 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         saved=job.ending.saved,
         allotment=_allotment(job),
         error=job.error,
+        unreachable=_waits_for_unreachable(job),
     )
+
+
+def _waits_for_unreachable(job: Job) -> bool:
+    """Return whether the job goes on only once it is known what pods do that do not answer."""
+    if job.state.ended:
+        return False
+    lost = any(stage.pods_in(PodStagePhase.LOST) for stage in (job.retiring, job.active) if stage)
+    return job.cut_off or (lost and job.state is JobState.WAITING)
 
 
 def _reason(job: Job) -> str:

@@ -79,6 +79,11 @@ class ServerView:
             return True
         return allotment is not None and allotment.nodes.get(node_id, 0) > 0
 
+    def answers(self, node_id: str) -> bool:
+        """Whether the server hears a node."""
+        node = self.nodes.get(node_id)
+        return node is not None and node.alive
+
     @property
     def training_pods(self) -> int:
         """Return how many pods train now."""

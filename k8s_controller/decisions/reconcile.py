@@ -80,6 +80,17 @@ class SetPods:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUpDead:
+    """Tell the job server that the pods that it cannot reach run no more.
+
+    Args:
+        pods: that the training may have, as before.
+    """
+
+    pods: int
+
+
+@dataclass(frozen=True, slots=True)
 class CloseNodes:
     """Have the training leave these pods, by one planned change."""
 
@@ -119,6 +130,7 @@ Step = (
     | RemovePod
     | SubmitJob
     | SetPods
+    | GiveUpDead
     | CloseNodes
     | OpenNodes
     | PauseJob
@@ -234,6 +246,7 @@ class _Pass:
         self._read_server()
         if self.status.ended:
             return
+        self._give_up_dead()
         if self.spec.suspend:
             self._suspend()
         else:
@@ -334,6 +347,21 @@ class _Pass:
                 reason, words = "DeadlineExceeded", self._deadline_text()
             self._end(states.FAILED, Phase.FAILED, reason, words + self._goes_with_pods(job.saved))
 
+    def _give_up_dead(self) -> None:
+        """Say so where all pods that the training waits for have ended, or are gone.
+
+        Nobody else can: their clients ended with them, and pods that replace them are other nodes.
+        """
+        server = self.seen.server
+        if server is None or server.job is None or not server.job.unreachable:
+            return
+        may_run = {pod.node_id for pod in self.seen.trainers if not pod.over}
+        silent = {pod.node_id for pod in server.job.pods if not server.answers(pod.node_id)}
+        if silent and not silent & may_run:
+            self.steps.append(GiveUpDead(server.most or self.spec.replicas))
+            words = "the training waited for pods that have ended; it goes on without them"
+            self._say("PodsLost", words, warning=True)
+
     def _goes_with_pods(self, saved: Saved | None) -> str:
         """Return what is said of a state that was written nowhere but to a pod that is deleted."""
         if saved is None or not _dies_with_pod(saved) or not self.spec.clean_pods:
@@ -384,6 +412,9 @@ class _Pass:
             where = "" if saved is None else f" at step {saved.step}, written to {saved.path}"
             self._is_suspended(f"paused{where}")
             self._remove_idle()
+        elif self.status.pause_asked_at is not None and self._none_may_run():
+            self._is_suspended("its pods have ended; it goes on from its newest checkpoint")
+            self._remove_idle()
         elif server.job.state not in _HALTS:
             asked_at = self.status.pause_asked_at
             if asked_at is None or self.now >= asked_at + PAUSE_AGAIN_S:
@@ -393,6 +424,10 @@ class _Pass:
             else:
                 words = f"the training goes on: {server.job.reason}"
                 self._condition(states.SUSPENDED, False, "NotPaused", words)
+
+    def _none_may_run(self) -> bool:
+        """Whether no pod is left that could write a state."""
+        return all(pod.over for pod in self.seen.trainers)
 
     def _is_kept_by_pods(self) -> bool:
         """Whether the newest state is in pods alone, as was seen when it was paused."""

@@ -290,11 +290,18 @@ def test_a_stage_without_the_loop_goes_on_without_a_node_whose_client_has_stoppe
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"a"}
 
 
+def waits_for_lost(made: World) -> bool:
+    return made.status.unreachable
+
+
 def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
     made = trains(world())
     made.power_off(made.nodes["a"])
+    assert not waits_for_lost(made)
     made.run_until(JobState.WAITING)
+    assert waits_for_lost(made)
     made.resize(2, assume_dead=True)
+    assert not waits_for_lost(made)
     trains(made)
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
 
@@ -337,8 +344,10 @@ def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_s
     made.rounds(20)
     assert made.job.preparing is None
     assert "--assume_dead" in made.job.waiting
+    assert waits_for_lost(made)
     made.reconnect("b")
     trains(made)
+    assert not waits_for_lost(made)
     assert len(ids(made)) == 4
 
 

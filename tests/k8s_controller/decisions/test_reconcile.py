@@ -19,6 +19,7 @@ from k8s_controller.decisions.observed import (
 )
 from k8s_controller.decisions.reconcile import (
     CloseNodes,
+    GiveUpDead,
     MakeServer,
     MakeTrainer,
     Notice,
@@ -289,6 +290,33 @@ def test_pods_that_their_nodes_end_are_no_failures_and_it_is_said_why_they_ended
         status = outcome.status
     assert (status.ended, status.pod_failures) == (False, 0)
     assert MakeTrainer(0) in look(spec, seen, status, NOW + 3600.1).steps, "at once"
+
+
+def waits_for(spec: TrainingJobSpec, lost: ListedPod, pods: Sequence[ListedPod]) -> Observed:
+    """Return what is seen of a job that waits for a pod which its server hears no more."""
+    seen = running(spec, pods, used=[lost], state=JobState.WAITING)
+    assert seen.server is not None
+    assert seen.server.job is not None
+    job = replace(seen.server.job, unreachable=True)
+    nodes = nodes_of([pod for pod in pods if pod != lost])
+    nodes |= nodes_of([lost], alive=False)
+    return replace(seen, server=replace(seen.server, job=job, nodes=nodes))
+
+
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_training_whose_pods_have_all_ended_is_told_so_and_waits_for_none_that_may_run(suspend):
+    spec = parsed(replicas=2, suspend=suspend)
+    lost, new = pod(0), pod(0, uid="uid-new")
+    ended = replace(lost, phase="Failed")
+    for there in ([], [ended], [new]):
+        outcome = look(spec, waits_for(spec, lost, there))
+        assert GiveUpDead(2) in outcome.steps
+        assert "PodsLost" in [notice.reason for notice in outcome.notices]
+        second = look(spec, waits_for(spec, lost, there), outcome.status, NOW + 1)
+        assert second.status.holds(states.SUSPENDED) == (suspend and new not in there)
+    for there in ([lost], [replace(lost, leaving=True), new]):
+        outcome = look(spec, waits_for(spec, lost, there))
+        assert GiveUpDead(2) not in outcome.steps, "its node may be cut off"
 
 
 def test_a_job_whose_pods_always_end_has_failed_and_says_why():

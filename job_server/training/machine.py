@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase, Resize
-from job_server.cluster.placement import Cluster
+from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
     Allotted,
@@ -64,6 +64,7 @@ from job_server.training.rules.fencing import fenced_at
 from job_server.training.rules.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
 from job_server.training.rules.share import (
     allot,
+    home_of,
     limit_pods,
     note_met,
     patience_deadline,
@@ -289,7 +290,21 @@ def _assume_dead(work: Work) -> bool:
     if found:
         work.set(cut_off=False, waiting="")
         work.note("pods that cannot be reached are assumed dead")
-    return found
+    return _give_up_saved(work) or found
+
+
+def _give_up_saved(work: Work) -> bool:
+    """Give up the state in the run folder of a node that is dead, where a start waits for that."""
+    job, saved = work.job, work.job.ending.saved
+    if saved is None or not saved.spare or not home_of(job):
+        return False
+    view = find_node(work.cluster, saved.node_id)
+    seen = job.grace_from if view is None else max(view.seen_at, job.grace_from)
+    if work.now < seen + work.cluster.silence_s:
+        return False
+    work.set(ending=replace(job.ending, saved=None))
+    work.note(f"step {saved.step} is given up: it is in {saved.path} of node {saved.node_id} alone")
+    return True
 
 
 def _restarted(work: Work) -> None:

@@ -350,14 +350,20 @@ class _Pass:
     def _give_up_dead(self) -> None:
         """Say so where all pods that the training waits for have ended, or are gone.
 
+        It waits for those that may still train, and for the one whose folder has its newest state.
+
         Nobody else can: their clients ended with them, and pods that replace them are other nodes.
         """
         server = self.seen.server
-        if server is None or server.job is None or not server.job.unreachable:
+        if server is None or server.job is None:
             return
-        may_run = {pod.node_id for pod in self.seen.trainers if not pod.over}
-        silent = {pod.node_id for pod in server.job.pods if not server.answers(pod.node_id)}
-        if silent and not silent & may_run:
+        awaited, saved = set[str](), server.job.saved
+        if server.job.unreachable:
+            awaited |= {pod.node_id for pod in server.job.pods}
+        if server.job.state is JobState.WAITING and saved is not None and saved.spare:
+            awaited.add(saved.node_id)
+        silent = {node_id for node_id in awaited if not server.answers(node_id)}
+        if silent and silent.isdisjoint(pod.node_id for pod in self.seen.trainers if not pod.over):
             self.steps.append(GiveUpDead(server.most or self.spec.replicas))
             words = "the training waited for pods that have ended; it goes on without them"
             self._say("PodsLost", words, warning=True)

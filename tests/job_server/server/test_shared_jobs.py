@@ -410,6 +410,21 @@ def test_a_job_goes_on_where_another_node_comes_for_one_that_has_left_with_the_s
     assert cluster.status("one").redone_steps <= 3  # those behind the newest snapshot
 
 
+def test_a_state_in_the_run_folder_of_a_dead_node_is_given_up_on_an_operators_word(cluster):
+    cluster.add("one", 1, 1)
+    cluster.job("one").has_path = False
+    cluster.run(14)
+    assert cluster.status("one").allotment.nodes == {"a": 1}
+    cluster.leave("a")
+    cluster.run(40)
+    assert cluster.status("one").state is JobState.WAITING
+    assert "the first on a, which has its state" in cluster.status("one").reason
+    cluster.service.ask("one", ResizeAsked(Resize(pods=1, assume_dead=True)))
+    assert "is given up: it is in /a/run/checkpoint of node a" in " ".join(cluster.events("one"))
+    cluster.run(30)
+    assert cluster.sizes() == {"one": 1}
+
+
 def test_a_job_does_not_wait_for_a_node_whose_client_was_started_again_where_it_needs_none(cluster):
     cluster.add("wall", 1, 1)
     cluster.add("one", 2, 2)

@@ -319,6 +319,16 @@ def test_a_training_whose_pods_have_all_ended_is_told_so_and_waits_for_none_that
         assert GiveUpDead(2) not in outcome.steps, "its node may be cut off"
 
 
+def test_a_state_in_the_folder_of_a_pod_that_is_gone_is_waited_for_no_longer():
+    spec, gone = parsed(replicas=1), pod(0)
+    for path, spare in (("/state/pods/p/log/run/checkpoint", True), ("/data/checkpoint", False)):
+        saved = Saved(stage=1, step=175, path=path, node_id=gone.node_id, spare=spare)
+        seen = running(spec, [pod(1)], used=[], state=JobState.WAITING, saved=saved)
+        assert (GiveUpDead(1) in look(spec, seen).steps) == spare
+        kept = replace(seen, trainers=(gone, *seen.trainers))
+        assert GiveUpDead(1) not in look(spec, kept).steps, "it may come back"
+
+
 def test_a_job_whose_pods_always_end_has_failed_and_says_why():
     spec = parsed(replicas=1, restartLimit=2)
     seen = running(spec, [], state=JobState.WAITING)

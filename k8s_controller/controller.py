@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from job_server.api.errors import JobServerError
-from job_server.api.wire import JobSpec
+from msgspec.structs import replace
+
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import BadRequest, JobServerError
+from job_server.api.wire import JobSpec, JobStatus
 from k8s_controller.decisions import objects
 from k8s_controller.decisions import reconcile as steps
 from k8s_controller.decisions.observed import ListedPod, Observed, belongs_to, observe_pods
@@ -317,11 +320,18 @@ class Controller:
         self._metrics.count("steps")
 
 
+def _submit(api: ApiClient, job: JobSpec) -> JobStatus:
+    try:
+        return api.submit(job)
+    except BadRequest:  # its server has the trainers' image, perhaps of a version before
+        return api.submit(replace(job, keeps_least=False))
+
+
 def _question(step: steps.Step, job: JobSpec) -> Callable[..., object]:
     """Return what to ask the job server."""
     match step:
         case steps.SubmitJob():
-            return lambda api: api.submit(job)
+            return lambda api: _submit(api, job)
         case steps.SetPods(pods):
             return lambda api: api.resize(job.job_id, pods)
         case steps.GiveUpDead(pods):

@@ -719,6 +719,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     cpu_milli: Int = 0  # that a trainer needs, in thousandths of a core; 0: not counted
     memory_mb: Int = 0  # that a trainer needs, in 10**6 bytes; 0: not counted
     max_run_time_s: float | None = None  # of running, not waiting; then it is stopped; None: any
+    keeps_least: bool = False  # once it runs: no other job and no node's limit takes its least
     hang_policy: str = "restart"  # say, restart or fail, at ten times a limit of `hang_limits`
     hang_limits: HangLimits = HangLimits()
     straggler_policy: str = "say"  # or evict: its pod moves to a free slot elsewhere
@@ -822,6 +823,7 @@ _SHARED_ONLY = {  # field -> its default
     "cpu_milli": 0,
     "memory_mb": 0,
     "max_run_time_s": None,
+    "keeps_least": False,
 }
 
 

@@ -183,7 +183,7 @@ class _Pass:
             room.undo(mark)
         limited = room.is_above_own_limit(node_id)
         for job in sorted(here, key=lambda job: (job.priority, self._loss_key(job))):
-            if limited or not job.runs:
+            if (limited and job.stoppable) or not job.runs:
                 self._stop(job)
                 return True
         return False

@@ -48,6 +48,7 @@ def job_view(job: Job, nodes: frozenset[str] | None, alive: Collection[str], now
         # One whose state is at home alone has not begun: pods that are elsewhere wait for nothing.
         runs=job.goal is Goal.RUN and not bound and any(pod.usable for pod in job.pods),
         home=bound,
+        stoppable=not spec.keeps_least,
         priority=spec.priority,
         user=spec.user,
         submitted_at=job.submitted_at,

@@ -88,6 +88,7 @@ class TrainingJobSpec:
             max_failures=self.restart_limit,
             failure_policy=self.failure_policy,
             share=True,
+            keeps_least=True,
         )
 
 

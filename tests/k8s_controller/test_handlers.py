@@ -14,11 +14,13 @@ from typing import Any
 import kubernetes.config
 import pytest
 
-from job_server.api.errors import Unauthorized
+from job_server.api.errors import BadRequest, Unauthorized
+from job_server.api.wire import JobSpec
 from k8s_controller import controller as controllers
 from k8s_controller import handlers
 from k8s_controller.controller import Controller
 from k8s_controller.decisions import reconcile as steps
+from k8s_controller.decisions.spec import parse
 from k8s_controller.handlers import Backoffs, is_own_change, watch
 from k8s_controller.kube_api import KubeApi, KubeError
 from k8s_controller.metrics import Metrics
@@ -158,6 +160,20 @@ def test_pods_that_are_refused_are_told_once_and_hold_up_nothing_else(
     assert conditions()["ServerReady"]["status"] == "False"
     events = [each["reason"] for each in store.all("Event", namespace)]
     assert events == ["PodsRefused"]
+
+
+def test_a_server_of_a_version_before_gets_the_job_as_it_knows_it():
+    asked = []
+
+    class Old:
+        def submit(self, spec: JobSpec) -> None:
+            asked.append(spec.keeps_least)
+            if spec.keeps_least:
+                raise BadRequest("keeps_least: the job server is of a version that does not know")
+
+    job = parse(training_job()).job_spec("digits")
+    controllers._question(steps.SubmitJob(), job)(Old())
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize(

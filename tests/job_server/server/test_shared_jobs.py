@@ -477,6 +477,20 @@ def test_a_limit_of_a_node_takes_trainers_off_it(cluster):
     no_step_is_lost(cluster, "job")
 
 
+def test_a_job_that_keeps_its_least_leaves_a_node_once_there_is_another_place(cluster):
+    cluster.bring("d", 2)
+    cluster.add("job", 5, 5, keeps_least=True)
+    cluster.run(20)
+    cluster.service.limit_node("a", wire.NodeLimit(slots=0))
+    cluster.run(30)
+    assert (cluster.sizes(), cluster.status("job").stage) == ({"job": 5}, 1)
+    cluster.machines["d"].client = True
+    cluster.run(30)
+    assert cluster.status("job").allotment.nodes == {"b": 2, "c": 1, "d": 2}
+    assert cluster.status("job").stage == 2, "by one planned change"
+    no_step_is_lost(cluster, "job")
+
+
 def test_trainers_leave_several_nodes_by_one_change(cluster):
     cluster.add("job", 1, 5)
     cluster.run(20)

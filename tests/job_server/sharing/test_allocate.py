@@ -184,6 +184,9 @@ def test_a_limit_of_a_node_stops_jobs_at_their_least_the_lowest_priority_first()
     found = allocate(Fulfilment(), jobs, [replace(used, limit=2)], 0.0)
     assert counts(found) == {"high": 2, "low": 0}
     assert found["low"].reason == "waits: no room for its least, 2"
+    keeps = [replace(each, stoppable=False) for each in jobs]
+    found = allocate(Fulfilment(), keeps, [replace(used, limit=2)], 0.0)
+    assert counts(found) == {"high": 2, "low": 2}, "those that keep their least stay"
 
 
 def test_a_job_whose_node_is_gone_starts_again_elsewhere():

@@ -31,6 +31,7 @@ PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
 REFUSED = "Refused"  # of a condition: Kubernetes makes no such pod
 NOT_DURABLE = "NotDurable"  # of condition Suspended: the newest state is in the pods alone
 WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
+HEALTHY_S = 60.0  # a training that tells of no step has made some when it has run for so long
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
 _RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
 _HALTS = (JobState.PAUSING, JobState.STOPPING)
@@ -334,7 +335,10 @@ class _Pass:
             step_s={**self.status.step_s, **step_seconds(job, server.now)},
             change_s=change_seconds(job),
         )
-        if job.state in _RUNS and server.training_pods:
+        runs = self.status.conditions.get(states.RUNNING)
+        lasts = runs is not None and runs.status and self.now >= runs.since + HEALTHY_S
+        # A script with the original's calls tells of no step.
+        if job.step > self.status.pod_failed_step or (not job.step and lasts):
             self._set(pod_failures=0)
         if job.state is JobState.SUCCEEDED:
             self._end(states.COMPLETE, Phase.SUCCEEDED, "Succeeded", job.reason)
@@ -600,14 +604,15 @@ class _Pass:
         if not failed:
             return
         count = self.status.pod_failures + failed
-        self._set(pod_failures=count, pod_failed_at=self.now)
+        step = max(self.status.pod_failed_step, self.status.step)
+        self._set(pod_failures=count, pod_failed_at=self.now, pod_failed_step=step)
         if count > self.spec.restart_limit + self.spec.max_replicas:
             words = next(pod.message for pod in self.seen.trainers if pod.over)
             self._end(
                 states.FAILED,
                 Phase.FAILED,
                 "PodsFailed",
-                f"{count} pods have ended before the training went on; the last one: {words}",
+                f"{count} pods have ended without a new step between them; the last one: {words}",
             )
 
     def _why_overdue(self, pod: ListedPod) -> str:

@@ -64,6 +64,7 @@ _PLAIN = {
     "saved_path": "savedPath",
     "suspended_s": "suspendedSeconds",
     "pod_failures": "podFailures",
+    "pod_failed_step": "podFailedStep",
     "step_s": "stepSeconds",
     "change_s": "changeSeconds",
 }
@@ -129,7 +130,8 @@ class TrainingJobStatus:
     autoscale: Autoscale | None = None  # what was decided for it; written by whoever decides
     # The controller's memory, so that another one goes on where it was.
     scaled_at: float | None = None  # when `desired` last changed, or pods last came
-    pod_failures: int = 0  # pods that have ended by themselves since it last trained
+    pod_failures: int = 0  # pods that have ended by themselves since it last made a new step
+    pod_failed_step: int = 0  # the most steps that it had when one did
     pod_failed_at: float | None = None
     pause_asked_at: float | None = None
     suspended_at: float | None = None

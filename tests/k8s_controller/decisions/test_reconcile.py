@@ -292,6 +292,31 @@ def test_pods_that_their_nodes_end_are_no_failures_and_it_is_said_why_they_ended
     assert MakeTrainer(0) in look(spec, seen, status, NOW + 3600.1).steps, "at once"
 
 
+def test_a_job_whose_pods_end_at_the_same_step_again_and_again_has_failed():
+    spec = parsed(replicas=1, restartLimit=2)
+    status, now = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW), NOW
+    counts = []
+    # What it had at its ends; the fourth time it goes on from an older checkpoint.
+    for number, step in enumerate((40, 90, 90, 70, 90, 90)):
+        trains = running(spec, [pod(number)], step=step)
+        status = look(spec, trains, status, now := now + 100).status
+        ended = pod(number, phase="Failed", trouble="Ended", message="OOMKilled")
+        status = look(spec, replace(trains, trainers=(ended,)), status, now := now + 1).status
+        counts.append(status.pod_failures)
+    assert counts == [1, 1, 2, 3, 4, 4]
+    assert status.phase is Phase.FAILED
+    assert "4 pods have ended without a new step between them" in status.reason
+
+
+def test_a_training_that_tells_of_no_step_is_well_when_it_has_run_for_a_while():
+    spec = parsed(replicas=1)
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW, pod_failures=4)
+    status = look(spec, running(spec, [pod(0)]), status, NOW).status
+    status = look(spec, running(spec, [pod(0)]), status, NOW + 59).status
+    assert status.pod_failures == 4
+    assert look(spec, running(spec, [pod(0)]), status, NOW + 60).status.pod_failures == 0
+
+
 def waits_for(spec: TrainingJobSpec, lost: ListedPod, pods: Sequence[ListedPod]) -> Observed:
     """Return what is seen of a job that waits for a pod which its server hears no more."""
     seen = running(spec, pods, used=[lost], state=JobState.WAITING)

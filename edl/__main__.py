@@ -79,7 +79,15 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 2
         module, rest = _KUBERNETES, [each for each in rest if each != "--kubernetes"]
-    program = importlib.import_module(module)
+    try:
+        program = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not error.name or _package(error.name) in {_package(name) for name, _ in VERBS.values()}:
+            raise
+        distills = _package(module) == "distill_reader"
+        extra = "'edl[distill]'" if distills else "'edl[torch]', or 'edl[paddle]'"
+        print(f"edl {verb}: {error.name} is not here; pip install {extra}", file=sys.stderr)
+        return 2
     code = program.main([verb, *rest] if module == _COMMANDS else rest)
     return int(code)
 
@@ -107,6 +115,10 @@ def _help() -> str:
     lines = ["usage: edl VERB ...    (edl VERB --help says more)", ""]
     lines += [f"  {verb:<9} {what}" for verb, (_, what) in VERBS.items() if _is_there(verb)]
     return "\n".join([*lines, "", "  --version"])
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_there(verb: str) -> bool:

@@ -34,6 +34,23 @@ def tables(package: str) -> tuple[dict[str, str], dict[str, str]]:
     return typed, used
 
 
+@pytest.mark.parametrize(
+    ("verb", "missing", "says"),
+    [
+        ("serve", "aiohttp", "edl serve: aiohttp is not here; pip install 'edl[distill]'"),
+        ("verify", "numpy", "edl verify: numpy is not here; pip install 'edl[torch]', or 'edl[pad"),
+    ],
+)
+def test_a_verb_whose_packages_are_not_installed_names_the_extra(verb, missing, says):
+    code = f"import sys; sys.modules[{missing!r}] = None\n"  # as if it were not installed
+    code += f"from edl.__main__ import main\nsys.exit(main([{verb!r}]))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(says)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_type_checkers_are_told_of_the_names_that_are_there(package: str):
     typed, used = tables(package)

@@ -281,6 +281,11 @@ def _gpus(container: Object) -> int:
 def _check_gpus(container: Object) -> None:
     """Refuse GPUs that trainers would leave idle: they would train on the CPU without a word."""
     resources = container.get("resources", {})
+    if resources.get("claims"):  # what they claim is not in the template: it may be a network card
+        raise SpecError(
+            f"spec.template.spec.containers[{TRAINER}].resources.claims: a trainer has a whole GPU "
+            f"of {GPU}, and leaves one that is claimed idle; ask for {GPU}, or leave claims out"
+        )
     for kind in ("limits", "requests"):
         for name in resources.get(kind, {}):
             if _OTHER_GPU.match(str(name)):

@@ -68,6 +68,7 @@ def test_what_cannot_be_right_is_refused_by_the_name_of_its_field(fields, field)
         ),
         ({"resources": {"requests": {"nvidia.com/gpu.shared": 1}}}, r"nvidia\.com/gpu\.shared: "),
         ({"resources": {"limits": {"amd.com/gpu": 1}}}, r"amd\.com/gpu: .* leave it out"),
+        ({"resources": {"claims": [{"name": "gpu"}]}}, r"resources\.claims: .* claimed idle"),
     ],
 )
 def test_of_the_trainers_container_only_what_is_the_users_may_be_set(change, field):
@@ -75,6 +76,13 @@ def test_of_the_trainers_container_only_what_is_the_users_may_be_set(change, fie
     job["spec"]["template"]["spec"]["containers"][0].update(change)
     with pytest.raises(SpecError, match=field):
         parse(job)
+
+
+def test_a_pod_with_gpus_may_claim_what_else_it_needs():
+    job = training_job()
+    resources = {"limits": {"nvidia.com/gpu": 2}, "claims": [{"name": "network-card"}]}
+    job["spec"]["template"]["spec"]["containers"][0]["resources"] = resources
+    assert parse(job).slots_per_pod == 2
 
 
 def test_the_names_that_are_usual_for_a_pods_own_facts_are_the_users():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from job_server.api.wire import JobStatus
+from job_server.api.wire import JobStatus, Way
 from pod_runtime.verify import main as verify
 from tests.k8s_controller.cluster.cluster import Cluster
 from tests.k8s_controller.jobs import training_job
@@ -44,6 +44,36 @@ def test_a_job_is_scaled_and_drained_without_losing_a_step(
             training = scale_drain_and_end(job, tmp_path, first, more, fewer)
     check_nothing_was_redone(training)
     check_each_sample_counted_once(tmp_path)
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_at_its_least_loses_no_step_by_a_drain_and_goes_on_when_all_its_pods_are_killed(
+    tmp_path: Path,
+):
+    require("torch", "trains with it")
+    manifest = counting_job(tmp_path, "count_train_torch.py", replicas=2, maxReplicas=2)
+    manifest["spec"]["minReplicas"] = 2
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    container["args"] = [each for each in container["args"] if "--checkpoint" not in each]
+    (tmp_path / "pods").mkdir()
+    with Cluster(tmp_path / "pods") as cluster:
+        cluster.kubelet.add_node("node-0")
+        cluster.apply_file(DEFINITION)
+        with running_controller(cluster, tmp_path):
+            job = LiveJob(cluster, manifest)
+            wait_until(lambda: job.trains_with(2), 300, "the first start")
+            job.delete_pod("digits-0")
+            wait_until(lambda: job.pods() == ["digits-1", "digits-2"], 300, "drained")
+            wait_until(lambda: job.trains_with(2), 300)
+            training = job.training()
+            check_nothing_was_redone(training)
+            assert sum(stage.way is Way.START for stage in training.stages) == 1
+            for name in job.pods():
+                cluster.kubelet.kill_pod("default", name)
+            wait_until(lambda: job.training().stage > training.stage, 300)
+            wait_until(lambda: job.trains_with(2), 300, "it goes on")
 
 
 def scale_drain_and_end(job: LiveJob, folder: Path, first: int, more: int, fewer: int) -> JobStatus:

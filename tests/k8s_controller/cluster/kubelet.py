@@ -128,6 +128,11 @@ class Kubelet:
         path = self._logs.get((namespace, name))
         return path.read_text(errors="replace") if path and path.exists() else ""
 
+    def kill_pod(self, namespace: str, name: str) -> None:
+        """Kill all processes of a pod, as the kernel does where its container lacks memory."""
+        pod = self.store.get(self.store.kind("Pod"), namespace, name)
+        _kill_processes(pod["metadata"]["uid"])
+
     def end_pod(self, namespace: str, name: str, code: int) -> None:
         """Have a pod end that only pretends to run."""
         pod = self.store.get(self.store.kind("Pod"), namespace, name)
@@ -548,18 +553,7 @@ class _PodRunner:
 
     def _kill_rest(self) -> None:
         """Kill all processes of the pod, also those that made a session of their own."""
-        mark = f"{_MARK}={self._meta['uid']}".encode()
-        patience = time.monotonic() + _END_S
-        while True:  # one may have been made meanwhile, and a kill takes its time
-            found = False
-            for process in psutil.process_iter():
-                with contextlib.suppress(OSError):
-                    if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                        found = True
-                        os.kill(process.pid, signal.SIGKILL)
-            if not found or time.monotonic() > patience:
-                return
-            time.sleep(0.02)
+        _kill_processes(self._meta["uid"])
 
     def _now(self) -> Object:
         try:
@@ -588,6 +582,21 @@ class _PodRunner:
             self._kubelet._patch_status(
                 self._pod, _status(self._now(), reports) | {"podIP": self._address}
             )
+
+
+def _kill_processes(uid: str) -> None:
+    mark = f"{_MARK}={uid}".encode()
+    patience = time.monotonic() + _END_S
+    while True:  # one may have been made meanwhile, and a kill takes its time
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    found = True
+                    os.kill(process.pid, signal.SIGKILL)
+        if not found or time.monotonic() > patience:
+            return
+        time.sleep(0.02)
 
 
 def _period_s(container: _Container, probe: str) -> float:

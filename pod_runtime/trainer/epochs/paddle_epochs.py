@@ -11,8 +11,12 @@ import paddle.distributed as dist
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.checks import unowned_parameters
 from pod_runtime.trainer.frameworks.paddle.gradients import own_buffers
-from pod_runtime.trainer.frameworks.paddle.state import PaddleState, load_scheduler
-from pod_runtime.trainer.frameworks.paddle.tensors import from_plain, to_plain
+from pod_runtime.trainer.frameworks.paddle.state import (
+    PaddleState,
+    load_scheduler,
+    states_of_scheduler,
+)
+from pod_runtime.trainer.frameworks.paddle.tensors import to_plain
 from pod_runtime.trainer.layout import StateLayout, make_layout, missing_and_surplus
 
 
@@ -53,7 +57,8 @@ class ProgramState:
     def scalars(self) -> dict[str, Any]:
         if self._scheduler is None:
             return {}
-        return {"lr_scheduler": to_plain("lr_scheduler", self._scheduler.state_dict())}
+        found = states_of_scheduler(self._scheduler)
+        return {name: to_plain(name, value) for name, value in found.items()}
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state.
@@ -71,7 +76,7 @@ class ProgramState:
             array = np.frombuffer(piece, spec.dtype).reshape(spec.shape)
             tensors[spec.name.removeprefix("model/")].set(array.copy(), self._place)
         if self._scheduler is not None and "lr_scheduler" in scalars:
-            load_scheduler(self._scheduler, from_plain(scalars["lr_scheduler"]))
+            load_scheduler(self._scheduler, scalars)
 
     def _tensors(self) -> dict[str, Any]:
         try:

@@ -30,7 +30,12 @@ from pod_runtime.trainer.frameworks.paddle.tensors import (
     running_statistics,
     to_plain,
 )
-from pod_runtime.trainer.frameworks.paddle.traits import MADE_ACCUMULATORS, RESTARTS, PaddleTraits
+from pod_runtime.trainer.frameworks.paddle.traits import (
+    MADE_ACCUMULATORS,
+    RESTARTS,
+    PaddleTraits,
+    held_schedulers,
+)
 from pod_runtime.trainer.frameworks.plain_values import own_copy
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
@@ -144,7 +149,7 @@ class PaddleOptimizer:
         scheduler = self._scheduler()
         if scheduler is None:
             return {"lr": float(self._optimizer.get_lr())}
-        return {"lr_scheduler": scheduler.state_dict()}
+        return states_of_scheduler(scheduler)
 
     def scalars(self, *, committed: bool = False) -> dict[str, Any]:
         """Return the scheduler's state or the learning rate, as JSON types."""
@@ -205,7 +210,7 @@ class PaddleOptimizer:
         """Take over scheduler or learning rate."""
         scheduler = self._scheduler()
         if scheduler is not None:
-            load_scheduler(scheduler, from_plain(scalars["lr_scheduler"]))
+            load_scheduler(scheduler, scalars)
         elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
             self._optimizer.set_lr(scalars["lr"])
 
@@ -279,8 +284,25 @@ class PaddleOptimizer:
         return True
 
 
-def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Have a scheduler go on from what its `state_dict` gave."""
+def states_of_scheduler(scheduler: Any) -> dict[str, Any]:
+    """Return how far a scheduler has come, and each that it is made of.
+
+    Of those Paddle's `state_dict` has a LinearWarmup's alone.
+    """
+    held = {path: each.state_dict() for path, each in held_schedulers(scheduler).items()}
+    return {"lr_scheduler": scheduler.state_dict(), **({"held_schedulers": held} if held else {})}
+
+
+def load_scheduler(scheduler: Any, scalars: Mapping[str, Any]) -> None:
+    """Have a scheduler go on from what `states_of_scheduler` gave, as JSON types."""
+    _load_one(scheduler, from_plain(scalars["lr_scheduler"]))
+    held = held_schedulers(scheduler)
+    for path, state in scalars.get("held_schedulers", {}).items():
+        if path in held:
+            _load_one(held[path], from_plain(state))
+
+
+def _load_one(scheduler: Any, state: Mapping[str, Any]) -> None:
     scheduler.set_state_dict(state)
     if isinstance(scheduler, RESTARTS):
         rate = scheduler.last_lr

@@ -30,6 +30,19 @@ _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
 
 
+def held_schedulers(scheduler: Any, path: str = "scheduler") -> dict[str, Any]:
+    """Return the schedulers that a scheduler is made of, as attributes or in lists, by paths."""
+    found: dict[str, Any] = {}
+    for name, value in vars(scheduler).items():
+        several = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+        for index, each in several:
+            if isinstance(each, paddle.optimizer.lr.LRScheduler):
+                inner = f"{path}/{name}{index}"
+                found[inner] = each
+                found |= held_schedulers(each, inner)
+    return found
+
+
 class PaddleTraits(BaseTraits):
     """The traits of one model, its optimizers and their schedulers."""
 
@@ -143,10 +156,9 @@ class PaddleTraits(BaseTraits):
             if isinstance(group, dict):
                 found[f"optimizer{number}/group {index}"] = group
         scheduler, path = optimizer._learning_rate, f"scheduler{number}"
-        while isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+        if isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
             found[path] = scheduler
-            inner = getattr(scheduler, "learning_rate", None)  # of a LinearWarmup
-            scheduler, path = inner, f"{path}/learning_rate"
+            found |= held_schedulers(scheduler, path)
         return found
 
     def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:

@@ -278,6 +278,47 @@ def test_a_schedule_that_is_told_arrays_goes_on():
     assert other_schedule.last_lr == schedule.last_lr < 0.1
 
 
+class WarmUp(lr.LRScheduler):
+    """A schedule of the script's own that goes over to others, which it steps itself."""
+
+    def __init__(self, *after: Any) -> None:
+        self.after = list(after)
+        super().__init__(0.1)
+
+    def get_lr(self) -> float:
+        return self.last_epoch / 10 if self.last_epoch < 2 else float(self.now())
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch >= 2:
+            self.now.step()
+        super().step(epoch)
+
+    @property
+    def now(self) -> Any:
+        return self.after[self.last_epoch // 5 % 2]
+
+
+@pytest.mark.filterwarnings("ignore:There are some unused values")  # of every LinearWarmup
+def test_a_schedule_that_holds_others_goes_on_with_theirs():
+    def made() -> tuple[Framework, Any]:
+        warm = lr.LinearWarmup(lr.StepDecay(0.1, 2), 2, 0.0, 0.1)
+        schedule = WarmUp(warm, lr.CosineAnnealingWarmRestarts(0.1, 3))
+        model = network()
+        optimizer = paddle.optimizer.SGD(schedule, parameters=model.parameters())
+        return paddle_framework(model, optimizer, header_size=HEADER), schedule
+
+    framework, schedule = made()
+    for _ in range(7):
+        schedule.step()
+    layout, data, scalars = take(framework)
+    other, other_schedule = made()
+    other.state.load(layout, memoryview(data), json.loads(json.dumps(scalars)))
+    rates = []
+    for each in (schedule, other_schedule):
+        rates.append([(each(), each.step())[0] for _ in range(9)])
+    assert rates[1] == rates[0]
+
+
 def test_a_learning_rate_that_the_script_set_travels_too():
     framework, model, optimizer, _scheduler = make("momentum")
     optimizer.set_lr(0.025)

@@ -14,7 +14,11 @@ from pod_runtime.trainer.frameworks.paddle.checks import (
     unowned_parameters,
 )
 from pod_runtime.trainer.frameworks.paddle.data import PaddleData
-from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers, trained_parameters
+from pod_runtime.trainer.frameworks.paddle.gradients import (
+    ShardBuffers,
+    keep_gradients_of_static_graphs,
+    trained_parameters,
+)
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
 from pod_runtime.trainer.frameworks.paddle.state import (
     PaddleState,
@@ -61,6 +65,7 @@ def paddle_framework(
     group = PaddleGroup(join_on_gpu=join_on_gpu)
     buffers = ShardBuffers(model, on_host)
     unowned = unowned_parameters(model, *optimizers)
+    keep_gradients_of_static_graphs()
     parts = [
         PaddleStep(
             model,

@@ -1,11 +1,13 @@
 """Sum gradients and buffers of a Paddle model over the ranks of one step."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.jit import dy2static
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers, is_written_in_part
@@ -258,6 +260,29 @@ def scatter_gradients(
             grad = parameter.grad
         targets.append(grad)
     flat.scatter(targets, slices)
+
+
+@cache  # once in a process
+def keep_gradients_of_static_graphs() -> None:
+    """Have a graph that `paddle.jit.to_static` makes between two shards leave gradients alone.
+
+    A new shape of an input may have one made, and Paddle empties the gradients then.
+    """
+    for name in ("partial_program", "pir_partial_program"):
+        graph: Any = getattr(getattr(dy2static, name, None), "PartialProgramLayer", None)
+        if hasattr(graph, "_set_grad_type"):
+            graph._set_grad_type = _keeping(graph._set_grad_type)
+
+
+def _keeping(set_grad_type: Callable[..., None]) -> Callable[..., None]:
+    def keeping(graph: Any, parameters: Sequence[Any], *args: Any) -> None:
+        before = [each._grad_ivar() for each in parameters]
+        set_grad_type(graph, parameters, *args)
+        for parameter, grad in zip(parameters, before, strict=True):
+            if grad is not None:
+                parameter._copy_gradient_from(grad)  # the same memory
+
+    return keeping
 
 
 def _shortens(embedding: Any) -> bool:

@@ -67,6 +67,20 @@ def test_a_kind_of_model_goes_on_from_its_checkpoint_as_if_nothing_had_been(
     assert equal(train(2, "in_two"), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*'place' interface")  # of what Paddle itself calls
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_static_graph_that_is_made_between_two_shards_leaves_the_gradients_alone(is_full: bool):
+    found = kinds("kinds")
+    values = []
+    for is_compiled in (False, True):
+        seed("kinds")
+        model = found.Words()
+        if is_compiled:
+            model = paddle.jit.to_static(model, full_graph=is_full)
+        values.append(found.train(model, epochs=1, checkpoint=None, shards=4))  # 2, 2, 1, 1 samples
+    assert equal(*values)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_elastic_is_refused_before_its_first_step_counts(script: str, kind: str):

@@ -200,7 +200,22 @@ class PaddleTraits(BaseTraits):
             len(each["params"]) if isinstance(each, dict) else 1
             for each in getattr(optimizer, "_param_groups", None) or []
         ]
+        for path, thing in self._owners_of(optimizer, number).items():
+            if path.startswith("scheduler"):
+                found |= self._structure_of_scheduler(f"{who} {type(thing).__name__}", thing)
         return found
+
+    def _structure_of_scheduler(self, who: str, scheduler: Any) -> dict[str, Any]:
+        """Return marks of what a scheduler of the script keeps, and no state of it has."""
+        scheduler.state_keys()
+        known = (paddle.optimizer.lr.LRScheduler, paddle.optimizer.Optimizer)
+        held = {
+            name
+            for name, value in vars(scheduler).items()
+            if any(isinstance(e, known) for e in (value if type(value) is list else [value]))
+        }
+        who = f"{who}, whose state_keys() leaves it out"
+        return self._read_others(who, scheduler, _OF_SCHEDULERS.union(scheduler.keys, held))
 
     def _hook_count(self, layer: Any) -> int:
         return sum(len(layer.__dict__.get(each, ())) for each in _HOOKS)

@@ -335,6 +335,38 @@ def test_lists_of_a_layer_and_what_an_optimizer_keeps_beside_its_state_are_named
     assert traits.uncarried_changes() == []
 
 
+def test_what_a_schedule_of_the_script_keeps_beside_its_state_is_named_once():
+    class ByHistory(paddle.optimizer.lr.LRScheduler):
+        def __init__(self) -> None:
+            self.losses: deque[float] = deque(maxlen=3)
+            self.known = {"best": 0.0}
+            self.after = [paddle.optimizer.lr.StepDecay(0.1, 2), Following()]
+            super().__init__(0.1)
+
+        def state_keys(self) -> None:
+            self.keys = ["last_epoch", "last_lr", "known"]
+
+        def get_lr(self) -> float:
+            return float(self.after[0]())
+
+    class Following(paddle.optimizer.lr.LRScheduler):
+        def get_lr(self) -> float:
+            return float(0.1 / (1 + self.last_epoch))
+
+    model = nn.Linear(3, 1)
+    schedule = ByHistory()
+    traits = PaddleTraits(model, [paddle.optimizer.SGD(schedule, parameters=model.parameters())])
+    assert traits.uncarried_changes() == []
+    for each in (schedule, *schedule.after):
+        each.step()
+    schedule.known["best"] = 0.5
+    assert traits.uncarried_changes() == []
+    schedule.losses.append(0.5)
+    name = "losses of the optimizer's ByHistory, whose state_keys() leaves it out, a deque"
+    assert traits.uncarried_changes() == [name]
+    assert traits.uncarried_changes() == []
+
+
 class Phase(Enum):
     BEGIN = 0
     END = 1

@@ -231,10 +231,11 @@ class PaddleOptimizer:
     def _structured_name(self, variable: str) -> str:
         known = self._names.get(variable)
         if known is None:
-            owners = [name for name in self._structured if variable.startswith(f"{name}_")]
-            if not owners:
+            owner = variable.rpartition("_")[0]
+            while owner and owner not in self._structured:
+                owner = owner.rpartition("_")[0]
+            if not owner:
                 raise StateError(f"optimizer: {variable} belongs to no parameter of the model")
-            owner = max(owners, key=len)
             kind = _SUFFIX.sub("", variable[len(owner) + 1 :])
             known = self._names[variable] = f"{self._structured[owner]}.{kind}"
         return known

@@ -315,10 +315,15 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     parameters = dict(model.named_parameters())
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         is_carried = name in parameters or name in merged  # an LSTM keeps what it never fills
-        if is_carried and not tensor._is_initialized():
+        if is_carried and tensor.size and not tensor._is_initialized():
             raise UsageError(
                 f"model: {name} has no values, as within paddle.LazyGuard; give it some before the "
                 f"optimizer and the Loop: parameter.initialize()"
+            )
+        if name in parameters and not tensor.size and not tensor.stop_gradient:
+            raise UsageError(
+                f"model: {name} has no elements, of shape {list(tensor.shape)}, and nothing to "
+                f"train; leave it out, or freeze it: stop_gradient = True"
             )
         if is_carried and tensor.is_complex():
             raise UsageError(

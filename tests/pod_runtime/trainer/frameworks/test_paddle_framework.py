@@ -673,9 +673,32 @@ def frozen() -> Any:
     return layer
 
 
+def without_elements(*, is_frozen: bool = False) -> Any:
+    layer = nn.Linear(4, 2)
+    layer.register_buffer("queue", paddle.zeros([0, 4]))
+    layer.add_parameter("rest", layer.create_parameter([0, 4]))
+    layer.rest.stop_gradient = is_frozen
+    return layer
+
+
+def test_buffers_and_frozen_parameters_without_elements_are_carried():
+    made = []
+    for _ in range(2):
+        model = without_elements(is_frozen=True)
+        optimizer = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+        made.append((paddle_framework(model, optimizer, header_size=HEADER), model))
+    (framework, model), (other, copied) = made
+    step(framework, model, 1)
+    layout, data, scalars = take(framework)
+    other.state.load(layout, memoryview(data), scalars)
+    assert (copied.weight.numpy() == model.weight.numpy()).all()
+    assert copied.rest.shape == copied.queue.shape == [0, 4]
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
+        (without_elements, r"rest has no elements, of shape \[0, 4\], .*leave it out, or freeze"),
         (sync_norm, "1 is a SyncBatchNorm.*use BatchNorm"),
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0.weight has sparse gradients"),
         (frozen, "none of its parameters is trained"),

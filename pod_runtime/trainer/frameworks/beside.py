@@ -22,7 +22,7 @@ _DEEPEST = 4  # objects within an object of `extra=` that are looked through
 _ALWAYS = 4  # looks of a process that may take as long as they do
 _SHARE = 500  # of the time that passes, later looks take one part
 
-# A thing, its tensors by name or place, and a reference to it or its first tensor.
+# A thing, its tensors by name or place, or numbers, and a reference to it or its first tensor.
 Found = tuple[Any, dict[Any, Any], Callable[[], Any] | None]
 
 
@@ -40,6 +40,7 @@ class Beside:
         is_trained: Callable[[Any], bool],
         checks: Mapping[type, Callable[[Any], None]] | None = None,
         checks_of_later: Mapping[type, Callable[[Any], None]] | None = None,
+        numbers: Mapping[type, Callable[[Any], Mapping[str, float]]] | None = None,
     ) -> None:
         """
         Args:
@@ -51,7 +52,9 @@ class Beside:
             checks: by their type, of other objects of the process, also of types derived from it;
                 they raise UsageError.
             checks_of_later: the same, of objects that were not there at the first look.
+            numbers: by their type, return those of other objects that tell whether they go on.
         """
+        self._numbers = numbers or {}
         self._checks, self._checks_of_later = checks or {}, checks_of_later or {}
         self._there: weakref.WeakSet[Any] = weakref.WeakSet()  # at the first look
         self._models, self._extra, self._model_type = models, extra, model_type
@@ -113,8 +116,12 @@ class Beside:
             *self._of_models(models, known),
             *self._of_dicts(dicts, names, known),
             *self._of_lists(lists, shapes, known),
+            *self._of_others(objects, known),
         ):
-            marks = {name: self._fingerprint(each) for name, each in tensors.items()}
+            marks = {
+                name: each if isinstance(each, float) else self._fingerprint(each)
+                for name, each in tensors.items()
+            }
             last, before = self._seen.get(id(thing), (None, {}))
             if last is None or last() is not None:
                 moved = [
@@ -135,7 +142,9 @@ class Beside:
         wanted = {
             kind
             for kind in set(map(type, objects))
-            if issubclass(kind, (self._model_type, *self._checks, *self._checks_of_later))
+            if issubclass(
+                kind, (self._model_type, *self._checks, *self._checks_of_later, *self._numbers)
+            )
             or (copies and (kind in _CONTAINERS or is_of_script(kind.__module__)))
         }
         return [each for each in objects if type(each) in wanted]
@@ -214,6 +223,12 @@ class Beside:
                 # Lists are made anew where tensors are: what counts is whether these stay.
                 yield each, dict(enumerate(tensors)), weakref.ref(tensors[0])
 
+    def _of_others(self, objects: list[Any], known: set[int]) -> Iterator[Found]:
+        for base, numbers in self._numbers.items():
+            for each in objects:
+                if issubclass(type(each), base) and id(each) not in known and (of := numbers(each)):
+                    yield each, dict(of), weakref.ref(each)
+
     def _is_of_framework(self, thing: Any) -> bool:
         """Whether a list is the framework's, or ours: of gradients, and views of them."""
         holders = gc.get_referrers(thing)
@@ -256,7 +271,8 @@ def _words(thing: Any) -> str:
     if type(thing) is list:
         return "a copy beside the loop's model (a list)"
     if type(thing) not in _DICTS:
-        return f"a model beside the loop's ({type(thing).__name__})"
+        what = "scheduler" if hasattr(thing, "last_epoch") else "model"
+        return f"a {what} beside the loop's ({type(thing).__name__})"
     for holder in gc.get_referrers(thing):
         owner = vars(holder) if hasattr(holder, "__dict__") else {}
         for name, value in owner.items():

@@ -22,6 +22,7 @@ from pod_runtime.trainer.frameworks.paddle.gradients import (
 from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
 from pod_runtime.trainer.frameworks.paddle.state import (
     PaddleState,
+    numbers_of_scheduler,
     optimizer_parameters,
     terms_of,
 )
@@ -108,6 +109,9 @@ def paddle_framework(
                     {id(one) for one in optimizer_parameters(each)},
                     {id(one) for one in model.parameters()},
                 )
+            },
+            numbers={
+                paddle.optimizer.lr.LRScheduler: lambda each: numbers_of_scheduler(each, optimizers)
             },
         ),
         step=step,

@@ -311,6 +311,15 @@ def _load_one(scheduler: Any, state: Mapping[str, Any]) -> None:
         scheduler.last_lr = rate
 
 
+def numbers_of_scheduler(scheduler: Any, optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return what tells how far a scheduler has come; of those that these optimizers have, none."""
+    rates = [each._learning_rate for each in optimizers]
+    own = [each for each in rates if isinstance(each, paddle.optimizer.lr.LRScheduler)]
+    if any(scheduler in (each, *held_schedulers(each).values()) for each in own):
+        return {}
+    return {"last_epoch": float(scheduler.last_epoch)}
+
+
 def optimizer_parameters(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer, those of its groups included."""
     found: list[Any] = []

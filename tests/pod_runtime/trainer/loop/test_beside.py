@@ -320,6 +320,32 @@ def test_paddles_model_average_is_refused_by_name(passed: str):
     assert other is not None, "of other models they may be there"
 
 
+@pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer", "within another"])
+def test_a_scheduler_of_paddle_is_passed_to_its_optimizer_or_in_extra(passed: str):
+    paddle = pytest.importorskip("paddle")
+    schedulers, model = paddle.optimizer.lr, Paddle().net()
+    mine = schedulers.CosineAnnealingDecay(0.1, 20)
+    rates = {"optimizer": mine, "within another": schedulers.LinearWarmup(mine, 2, 0.0, 0.1)}
+    optimizer = paddle.optimizer.SGD(rates.get(passed, 0.1), parameters=model.parameters())
+    still = schedulers.StepDecay(0.1, 2)  # nobody steps it
+    still.step()
+
+    def update(_where: Any) -> None:
+        mine.step()
+        if passed not in rates:
+            optimizer.set_lr(mine())
+
+    extra = {"rate": mine} if passed == "extra" else None
+    arguments = {"extra": extra, "optimizer": optimizer, "after_update": update}
+    if passed == "nowhere":
+        text = r"last_epoch of a scheduler beside the loop's \(Cosine.*\).*in extra="
+        with pytest.raises(UsageError, match=text):
+            train(Paddle(), model, **arguments)
+    else:
+        train(Paddle(), model, **arguments)
+        assert mine.last_epoch > 3
+
+
 @pytest.mark.parametrize(
     "kind", ["plateau", "second", "late", "passed", "in a sequence", "gone", "used before"]
 )

@@ -8,6 +8,7 @@ model: `optimizer/features.0.weight.moment1`.
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ class PaddleOptimizer:
                 ]
             else:
                 found.append((self._structured_name(variable), value))
-        return found
+        return sorted(found, key=itemgetter(0))  # in whichever order steps have made them
 
     def note_committed(self) -> None:
         """Remember the scheduler's state or the learning rate as it is."""
@@ -219,13 +220,13 @@ class PaddleOptimizer:
         return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
 
     def _state(self) -> dict[str, Any]:
-        """Return the optimizer's state, even one that was loaded and not yet used by a step."""
+        """Return the optimizer's state, also what was loaded and no step has used yet.
+
+        Paddle keeps that elsewhere, for each parameter until its first step: a frozen one's long.
+        """
         state: dict[str, Any] = self._optimizer.state_dict()
-        if (
-            not self._optimizer._accumulators
-        ):  # Paddle 2.6 keeps it elsewhere, where nothing public reads it
-            for name, value in self._optimizer._accumulators_holder.items():
-                state.setdefault(name, value)
+        for name, value in self._optimizer._accumulators_holder.items():
+            state.setdefault(name, value)
         return state
 
     def _structured_name(self, variable: str) -> str:

@@ -150,6 +150,31 @@ def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind):
     assert bytes(after[1]) != bytes(data)
 
 
+@pytest.mark.parametrize("kind", ["Momentum", "Adam", "Adamax"])
+def test_a_layer_that_is_frozen_where_a_process_begins_keeps_its_accumulators(kind: str):
+    """Paddle lays aside what it has loaded until a step uses it, and says nothing of it then."""
+
+    def made() -> tuple[Framework, Any]:
+        paddle.seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))  # all of it is trained
+        optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=model.parameters())
+        return paddle_framework(model, optimizer, header_size=HEADER), model
+
+    def train(*, anew: bool) -> bytes:
+        framework, model = made()
+        for number, is_frozen in enumerate((False, True, True, False)):
+            for parameter in model[0].parameters():
+                parameter.stop_gradient = is_frozen
+            step(framework, model, number)
+            if anew:
+                layout, data, scalars = take(framework)
+                framework, model = made()
+                framework.state.load(layout, memoryview(data), scalars)
+        return bytes(take(framework)[1])
+
+    assert train(anew=True) == train(anew=False)
+
+
 def test_a_state_is_keyed_by_structured_names():
     framework, model, _optimizer, _scheduler = make("momentum")
     step(framework, model, 1)

@@ -533,15 +533,20 @@ class BaseState(ABC):
                 )
 
 
-def kind_of_scheduler(scheduler: Any, base: type) -> str:
+def kind_of_scheduler(scheduler: Any, base: type, holders: tuple[Any, ...] = ()) -> str:
     """Return the name of a scheduler's type, with those of the schedulers that it is made of.
 
     Args:
         base: of the framework's schedulers.
+        holders: those that it is a part of, which it may know.
     """
+    holders = (*holders, scheduler)
     held = [each if isinstance(each, list | tuple) else [each] for each in vars(scheduler).values()]
     parts = [
-        kind_of_scheduler(each, base) for few in held for each in few if isinstance(each, base)
+        kind_of_scheduler(each, base, holders)
+        for few in held
+        for each in few
+        if isinstance(each, base) and each not in holders
     ]
     return type(scheduler).__name__ + (f"({', '.join(parts)})" if parts else "")
 

@@ -30,16 +30,20 @@ _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
 
 
-def held_schedulers(scheduler: Any, path: str = "scheduler") -> dict[str, Any]:
+def held_schedulers(
+    scheduler: Any, path: str = "scheduler", holders: tuple[Any, ...] = ()
+) -> dict[str, Any]:
     """Return the schedulers that a scheduler is made of, as attributes or in lists, by paths."""
     found: dict[str, Any] = {}
+    holders = (*holders, scheduler)
     for name, value in vars(scheduler).items():
         several = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
         for index, each in several:
-            if isinstance(each, paddle.optimizer.lr.LRScheduler):
+            # One that is held may know its holder.
+            if isinstance(each, paddle.optimizer.lr.LRScheduler) and each not in holders:
                 inner = f"{path}/{name}{index}"
                 found[inner] = each
-                found |= held_schedulers(each, inner)
+                found |= held_schedulers(each, inner, holders)
     return found
 
 

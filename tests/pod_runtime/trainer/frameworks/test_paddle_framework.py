@@ -333,6 +333,8 @@ class WarmUp(lr.LRScheduler):
 
     def __init__(self, *after: Any) -> None:
         self.after = list(after)
+        for each in after:
+            each.holder = self
         super().__init__(0.1)
 
     def get_lr(self) -> float:

@@ -126,6 +126,7 @@ def run():
 
     def run(teacher: Any) -> Any:
         closes.append(teacher.close)
+        forget(teacher.endpoint)  # a teacher of another test may have had the same port
         return teacher
 
     yield run

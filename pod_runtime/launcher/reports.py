@@ -71,6 +71,8 @@ def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
     more: tuple[int, ...] = ()
     if run is not None and report.kind is ReportKind.DRAINED:
         more = (run.cut_id, report.step)
+    elif run is not None and report.kind is ReportKind.STARTED:
+        more = (run.plan.order in TRAINS,)
     elif report.kind in (ReportKind.FIRST_STEP, ReportKind.DONE):
         more = (report.step,)  # each loop of a script has its own
     elif run is not None and report.kind is ReportKind.PROGRESS:
@@ -90,11 +92,12 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     reports: list[PodReport] = []
     if plan.order is Order.PREPARE and run.prepared and run.trouble is None:
         reports.append(report_on(run, ReportKind.READY))
-    if plan.order is Order.START and run.trouble is None:
+    # Also after the GO: a first start is committed before a trainer has called the elastic loop,
+    # and those who have may wait long for each other.
+    late = plan.order in TRAINS and plan.way is Way.START
+    if run.trouble is None and (plan.order is Order.START or (late and run.elastic)):
         reports.append(report_on(run, ReportKind.STARTED))
-    # Also after the GO: a first start is committed before a trainer has called the elastic loop.
-    loads = plan.order is Order.START or (plan.order in TRAINS and plan.way is Way.START)
-    if loads and run.loaded and run.trouble is None:
+    if run.trouble is None and run.loaded and (plan.order is Order.START or late):
         reports.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
         # Made late, as after a server's absence, it is still about that step.

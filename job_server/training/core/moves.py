@@ -339,10 +339,11 @@ def _put_off(work: Work, stage: JobStage) -> None:
         wait_s = STANDBY_RETRY_S * 2.0 ** min(failures, 6)
         work.set(standby=RetryLater(retry_at=work.now + wait_s, failures=failures + 1))
     elif not stage.counts and stage.way is not Way.START:
-        _delay_growth(work)
+        delay_growth(work)
 
 
-def _delay_growth(work: Work) -> None:
+def delay_growth(work: Work) -> None:
+    """Have the job wait before it tries again to grow, longer each time."""
     failures = work.job.growth.failures
     wait_s = min(GROW_RETRY_CAP_S, GROW_RETRY_S * 2.0 ** min(failures, 10))
     work.set(growth=RetryLater(retry_at=work.now + wait_s, failures=failures + 1))
@@ -522,7 +523,7 @@ def _try_again_later(work: Work, stage: JobStage) -> None:
     job, active = work.job, work.job.active
     if job.preparing is None and active is not None and stage.target > len(active.members):
         work.set(target=stage.target)
-        _delay_growth(work)
+        delay_growth(work)
         wait_s = work.job.growth.retry_at - work.now
         work.note(f"growing to {stage.target} pods is tried again in {wait_s:.0f} s")
 

@@ -56,6 +56,7 @@ from job_server.training.core.moves import (
     begin,
     commit,
     count_active,
+    delay_growth,
     dismiss_leavers,
     enter,
     enter_start,
@@ -484,6 +485,12 @@ def _begin_start(work: Work) -> None:
         stay = list(split(tuple(stay), allotted)[0])
         if _leaves_its_state(work, {*allotted, *(pod.site.node_id for pod in stay)}):
             return
+    part = _part_of_one_node(work, stay)
+    if part:
+        stay = part
+        names = listed([pod.pod_id for pod in stay])
+        work.note(f"its nodes do not reach each other: {names} of {stay[0].site.node_id} goes on")
+        delay_growth(work)
     for pod in job.pods:
         if pod.usable and pod not in stay:
             let_go(work, pod.pod_id)
@@ -496,7 +503,8 @@ def _begin_start(work: Work) -> None:
     # A shared job starts again far more often than one that a user pauses: it waits for its node.
     bound = answers and job.spec.share and source is not None and is_local(source.path)
     needs_home = source is not None and (source.spare or bound)
-    missing = 0 if not home and _goes_on_with(work, len(stay)) else job.target - len(stay)
+    goes_on = bool(part) or (not home and _goes_on_with(work, len(stay)))
+    missing = 0 if goes_on else job.target - len(stay)
     if job.spec.share:
         to_add = split(tuple(stay), allotted)[1] if missing else {}
         sites = find_sites_on(work, to_add, first=home)
@@ -508,7 +516,8 @@ def _begin_start(work: Work) -> None:
     if job.spec.share and size < len(stay) + missing and work.now < patience_deadline(job):
         work.set(waiting=f"{size} of its {job.target} pods have a place; others give way")
         return
-    if size < job.target and work.now < grace_deadline(job, work.cluster) and not job.fresh:
+    is_small = size < job.target and not part
+    if is_small and work.now < grace_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back
         return
     if job.fresh and size < job.target and work.cluster.promised:
@@ -538,6 +547,27 @@ def _begin_start(work: Work) -> None:
         cause = active.over if active is not None else None
         reason = "recovery" if cause is None else f"recovery: {cause.text}"
     begin(work, (*stay, *new), way=Way.START, reason=reason, target=job.target)
+
+
+def _part_of_one_node(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
+    """Return the pods of the node to go on with where those of several never form a group.
+
+    So it is where all trainers lost a peer again and again and nobody knows a culprit: the server
+    reaches the nodes, and they do not reach each other. The others come back by growing. Empty: all
+    are tried, or one node's are too few.
+    """
+    job, active = work.job, work.job.active
+    cause = None if active is None else active.over
+    lost_again = cause is not None and cause.peer_lost and job.budget.failures_in_row > 1
+    if job.fresh or job.spec.share or not lost_again:
+        return []
+    by_node: dict[str, list[TrainingPod]] = {}
+    for pod in stay:
+        by_node.setdefault(pod.site.node_id, []).append(pod)
+    source = choose_restore(work)
+    holding = {pod.site.node_id for pod in stay if source and pod.pod_id in source.pods}
+    most = max(by_node.values(), key=lambda pods: (pods[0].site.node_id in holding, len(pods)))
+    return most if len(by_node) > 1 and len(most) >= max(1, job.spec.min_pods) else []
 
 
 def _leaves_its_state(work: Work, nodes: Collection[str]) -> bool:

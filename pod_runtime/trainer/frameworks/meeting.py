@@ -15,6 +15,9 @@ from pod_runtime.trainer.errors import PeerLost
 
 _LOOK_S = 0.05  # how often a waiting rank checks whether the meeting is called off
 _RETRY_S = 0.02
+_UNREACHED_S = (
+    60.0  # of a host that answers nothing; one whose port is closed is there, and waited for
+)
 _GO = b"go\n"
 _LINE_BYTES = 64
 
@@ -29,15 +32,24 @@ def wait_for(master: str, timeout_s: float) -> None:
     The frameworks' own clients try once, and then sleep for half a second (PyTorch) or three.
 
     Raises:
-        PeerLost: it does not.
+        PeerLost: it does not, or its host cannot be reached.
     """
     addr, _, port = master.rpartition(":")
-    deadline = time.monotonic() + timeout_s
+    heard_at = time.monotonic()
+    deadline = heard_at + timeout_s
     while True:
         try:
             socket.create_connection((addr, int(port)), 1.0).close()
         except OSError as error:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if isinstance(error, ConnectionRefusedError):
+                heard_at = now
+            if now > heard_at + _UNREACHED_S:
+                raise PeerLost(
+                    f"rank 0 cannot be reached at {master}: {error}. Do the nodes reach each "
+                    f"other? See to firewalls, and to --addr and --port_range of the job clients"
+                ) from error
+            if now > deadline:
                 raise PeerLost(f"rank 0 does not listen at {master}: {error}") from error
             time.sleep(0.01)
         else:

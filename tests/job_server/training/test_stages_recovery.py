@@ -10,6 +10,7 @@ from job_server.api.text import error_lines
 from job_server.api.wire import (
     JobState,
     Kill,
+    Order,
     PodStagePhase,
     RaisedError,
     ReportKind,
@@ -92,6 +93,26 @@ def test_the_culprit_is_named_although_a_victim_spoke_first():
     assert made.job.budget.failures == 1
     reason = records(made)[-1].reason
     assert "rank 1 (pod_1_0) exited with 1: CUDA out of memory" in reason
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_node_goes_on_alone_where_nodes_do_not_reach_each_other_until_they_do(least):
+    made = trains(world(nodes=2, slots=1, min_pods=least))
+    assert [pod.site.node_id for pod in made.job.pods] == ["a", "b"]
+    made.kill_trainer(made.pod("pod_0_0"), made.launcher("pod_0_0"), rank=0)
+    made.run_to(Order.START)
+    stage = made.job.preparing
+    assert stage is not None
+    for rank, pod_id in enumerate(stage.pod_ids):
+        tell(made, pod_id, ReportKind.FAILED, stage.stage, rank=rank, code=75, peer_lost=True)
+    trains(made)
+    assert len(made.active.members) == least
+    if least == 2:
+        return
+    assert made.active.restore_from is not None
+    assert any("do not reach each other: pod_0_0 of a goes on" in each for each in made.reasons)
+    made.rounds(60)
+    assert len(made.active.members) == 2, made.reasons[-10:]
 
 
 def test_victims_alone_count_as_one_failure():

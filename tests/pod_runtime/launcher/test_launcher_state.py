@@ -443,8 +443,9 @@ def test_a_first_start_tells_of_the_loop_before_the_first_step():
     pod.told(plan(1, Order.START, way=Way.START))
     # The server does not know yet whether the script has the loop.
     pod.told(plan(1, Order.GO, way=Way.START))
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=rank))
+    (report,) = reports(pod.say(0, TrainerHello(rank=0, stage=1, pid=0)))
+    assert (report.kind, report.elastic) == (ReportKind.STARTED, True)  # they may wait long
+    assert kinds(pod.say(1, TrainerHello(rank=1, stage=1, pid=1))) == []
     pod.say(0, StateLoaded(step=0))
     (report,) = reports(pod.say(1, StateLoaded(step=0)))
     assert (report.kind, report.elastic) == (ReportKind.LOADED, True)

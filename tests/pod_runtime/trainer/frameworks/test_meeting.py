@@ -11,7 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from pod_runtime.trainer.frameworks.meeting import CalledOffError, meet
+from pod_runtime.trainer.errors import PeerLost
+from pod_runtime.trainer.frameworks import meeting
+from pod_runtime.trainer.frameworks.meeting import CalledOffError, meet, wait_for
 from tests.support import free_port, wait_until
 
 Come = Callable[..., "Future[None]"]
@@ -151,3 +153,22 @@ def test_a_taken_port_and_a_rank_that_does_not_come_are_told(come: Come, port: i
             come(0).result(30)
     with pytest.raises(TimeoutError, match=r"not all ranks of g have come within 0\.2 s"):
         come(0, timeout_s=0.2).result(30)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(113, "No route to host")])
+def test_a_host_that_cannot_be_reached_is_given_up_with_the_remedy(monkeypatch, error):
+    def connect(*_: object) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(meeting, "_UNREACHED_S", 0.05)
+    with pytest.raises(
+        PeerLost, match=rf"reached at 10\.0\.0\.1:29: .*{error.args[-1]}.*firewalls"
+    ):
+        wait_for("10.0.0.1:29", timeout_s=3600)
+
+
+def test_a_host_that_does_not_listen_yet_is_waited_for(monkeypatch, port):
+    monkeypatch.setattr(meeting, "_UNREACHED_S", 0.05)
+    with pytest.raises(PeerLost, match=f"rank 0 does not listen at 127.0.0.1:{port}: .*refused"):
+        wait_for(f"127.0.0.1:{port}", timeout_s=0.3)

@@ -29,6 +29,7 @@ from pod_runtime.trainer.membership.terms import (
     check_terms_of_state,
     other_arrays,
     script_arrays,
+    script_sources,
     to_text,
 )
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
@@ -130,6 +131,7 @@ class StageJoiner:
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
         self._arrays, self._said = script_arrays(values or {}), set[str]()
+        self._sources = script_sources()
         self._terms = self._make_terms()  # as the script made them, before a state is loaded
         with self._as_victim():
             if self.overlaps:
@@ -228,10 +230,17 @@ class StageJoiner:
             )
         )
         check_same_terms(group, self._terms, rank=rank, world_size=plan.world_size)
-        self._say_others(
-            other_arrays(group, self._arrays, rank=rank, world_size=plan.world_size),
-            "not the same on all trainers",
-        )
+        both = self._arrays | self._sources
+        others = other_arrays(group, both, rank=rank, world_size=plan.world_size)
+        arrays = [each for each in others if each in self._arrays]
+        self._say_others(arrays, "not the same on all trainers")
+        sources = [each for each in others if each in self._sources]
+        if sources and rank == 0:
+            logger.warning(
+                "not the same on all trainers, which train a mix of both: %s. Have the same files "
+                "and versions on all nodes, and start the job anew where that matters",
+                ", ".join(sources),
+            )
         if self.overlaps:
             # Set up now what the first exchange sets up; no rank contributes anything.
             self.framework.step.begin()

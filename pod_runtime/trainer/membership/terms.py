@@ -5,11 +5,14 @@ exchanged. Ranks with different terms would train anyway: on samples that count 
 gradients of different weights.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,9 @@ from pod_runtime.trainer.frameworks.plain_values import rough_digest
 from pod_runtime.trainer.progress.epoch_order import OrderRecord
 
 _MOST_ARRAYS = 100  # of a script, that are looked at
+_MOST_FILES = 100
+_PACKAGES = frozenset(("site-packages", "dist-packages"))
+_VERSIONS = frozenset(("torch", "paddle", "numpy"))
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
     "int(time.time()), random.random(), a host's name, the number or order of its files, or a "
@@ -78,10 +84,31 @@ def script_arrays(values: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
+def script_sources() -> dict[str, int]:
+    """Return checksums of what should be the same on all nodes, by what to call it.
+
+    The script's file, modules below its folder that are imported by now, and versions.
+    """
+    found: dict[str, int] = {}
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    folder = None if main is None else Path(main).resolve().parent
+    for name, module in [*sys.modules.items()]:
+        if name in _VERSIONS:
+            found[f"version of {name}"] = zlib.crc32(str(module.__version__).encode())
+        file = getattr(module, "__file__", None)
+        if folder is None or not file or len(found) > _MOST_FILES:
+            continue
+        path = Path(file).resolve()
+        if path.is_relative_to(folder) and not _PACKAGES.intersection(path.parts):
+            with contextlib.suppress(OSError):
+                found[str(path.relative_to(folder))] = zlib.crc32(path.read_bytes())
+    return found
+
+
 def other_arrays(
     group: FrameworkGroup, arrays: Mapping[str, int], *, rank: int, world_size: int
 ) -> list[str]:
-    """Return which of rank 0's arrays have other values on this or another rank.
+    """Return of which of rank 0's arrays this or another rank has another checksum.
 
     All ranks of the group call it. Raises PeerLost: a rank is gone.
     """

@@ -201,6 +201,19 @@ def test_what_each_rank_has_drawn_for_itself_before_the_loop_is_refused(launch, 
     assert stage.logs().count(text) == 2, stage.logs()
 
 
+def test_a_script_that_differs_between_nodes_is_told(launch, tmp_path: Path):
+    job = launch("counting.py", 2)
+    other = tmp_path / "other" / "counting.py"
+    other.parent.mkdir()
+    other.write_text(job.script.read_text() + "# as of yesterday\n")
+    of_rank_1 = f'[ "$PADDLE_TRAINER_ID" = 0 ] || set -- "$1" "{other}" "${{@:3}}"; exec "$@"'
+    stage = job.start(2, *out(job, step_s=0.0), prefix=("bash", "-c", of_rank_1, "ranks"))
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+    text = "not the same on all trainers, which train a mix of both: counting.py. Have the same"
+    assert stage.logs().count(text) == 1
+
+
 def test_what_each_process_has_drawn_for_the_script_is_told(launch):
     job = launch("counting.py", 2)
     stage = job.start(2, *out(job, "--own_features", step_s=0.05))

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from job_client.preemption import ENDING, SEEN, Departure, PreemptionNotice
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.server_link import Callbacks, NodeApi, NodeLink, find_job
 from job_client.wake_event import WakeEvent
+from job_server.api.addresses import address_facing
 from job_server.api.command_line import keep_token
 from job_server.api.text import saving_text
 from job_server.api.wire import (
@@ -524,12 +524,7 @@ def own_address(server_url: str) -> str:
     """
     parts = urlsplit(server_url)
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # no packet is sent
-            return str(probe.getsockname()[0])
+        return address_facing(parts.hostname or "", parts.port or 80)
     except OSError as error:
         raise SetupError(
             f"--job_server: cannot find the way to {parts.hostname}: {error}; check the name, or "

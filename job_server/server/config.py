@@ -1,12 +1,11 @@
 """The server's command line, checked whole before anything starts."""
 
 import argparse
-import functools
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from job_server.api.addresses import is_loopback
 from job_server.api.codec import WireError
 from job_server.api.command_line import (
     DEFAULT_PORT,
@@ -91,17 +90,6 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
         legacy_nodes=legacy_nodes,
         sharing=args.sharing,
     )
-
-
-@functools.lru_cache(maxsize=64)  # called for every request
-def is_loopback(host: str) -> bool:
-    """Return whether `host` (an address, or the name localhost) is only reachable from here."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from flask import Request
 
 from job_server.api import routes
+from job_server.api.addresses import is_loopback
 from job_server.api.command_line import task_token
 from job_server.api.errors import Forbidden, Unauthorized
-from job_server.server.config import is_loopback
 from job_server.server.page_login import PageLogin, cookie_name
 
 _OF_READERS = tuple(route.name for route in routes.ROUTES if route.who == "readers")

@@ -1,11 +1,14 @@
 """Registered nodes. The engine's lock guards all calls."""
 
+import contextlib
 import logging
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
+from job_server.api.addresses import address_facing, is_loopback
 from job_server.api.errors import Conflict, Forbidden, NotFound
 from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
 from job_server.cluster.quarantine import effective, judge, recent_faults
@@ -63,6 +66,7 @@ class KnownNode:
     memory: SmoothedLoad = field(default_factory=SmoothedLoad)
     quarantines: dict[int, wire.Quarantine] = field(default_factory=dict)  # by slot
     gauges: dict[str, Gauge] = field(default_factory=dict)  # of memory and disk
+    facing: str = ""  # of one on the loopback: where other machines' nodes reach it; "": nowhere
     drained: bool = False  # by an operator
     drains: int = 0  # how often one has drained it since the server began
     newest_ms: int = 0  # when its client sent the newest report, by its clock; 0: none yet
@@ -71,7 +75,7 @@ class KnownNode:
     def effective(self) -> wire.Node:
         """The node as it is to be used."""
         return effective(
-            self.node,
+            replace(self.node, addr=self.facing) if self.facing else self.node,
             tuple(self.quarantines.values()),
             shortage=shortage(self.gauges),
             draining=self.draining,
@@ -149,11 +153,27 @@ class NodeRegistry:
         self.nodes[known.node.node_id] = known
         known.quarantines = self.quarantines.setdefault(known.node.node_id, {})
         known.drained = known.node.node_id in self.drained
+        self._face_others()
         self._members += 1
 
     def remove(self, node_id: str) -> KnownNode:
         self._members += 1
-        return self.nodes.pop(node_id)
+        known = self.nodes.pop(node_id)
+        self._face_others()
+        return known
+
+    def _face_others(self) -> None:
+        """Find out where other machines reach the nodes of this one.
+
+        A client that was told of its server at the loopback knows no other address of its own.
+        """
+        others = [each.node.addr for each in self.nodes.values() if not is_loopback(each.node.addr)]
+        facing = ""
+        if others:
+            with contextlib.suppress(OSError):  # a name, which may take long to look up
+                facing = address_facing(others[0], 9, socket.AI_NUMERICHOST)
+        for known in self.nodes.values():
+            known.facing = facing if is_loopback(known.node.addr) else ""
 
     def judged(self, known: KnownNode, now: float) -> Iterator[tuple[int, wire.Quarantine | None]]:
         """Yield the slots whose quarantine is another after the newest report, and that."""

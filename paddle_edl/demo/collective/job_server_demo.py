@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from job_server.server.config import build_parser, is_loopback
+from job_server.api.addresses import is_loopback
+from job_server.server.config import build_parser
 
 JOB_ID = "test_job_id_1234"
 

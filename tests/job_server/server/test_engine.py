@@ -22,6 +22,7 @@ from job_server.api import wire
 from job_server.api.errors import Conflict, StoreTrouble
 from job_server.jobs.events import Event, StopAsked
 from job_server.jobs.work import Goal
+from job_server.server import nodes
 from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -421,6 +422,34 @@ def test_jobs_see_the_slots_of_each_other_as_taken_and_their_own_as_free():
         service.delete("first", discard=True)
         service.report_node("node-a", wire.NodeReport(node_id="node-a"))
         assert [taken(job_id) for job_id in ("second", "third", "fourth")] == [{0}, {1}, {0, 1}]
+
+
+def test_a_node_on_the_loopback_has_an_address_for_nodes_of_other_machines(monkeypatch):
+    asked = []
+
+    def facing(host: str, port: int, flags: int) -> str:
+        asked.append(host)
+        if host == "a-name":
+            raise OSError("not a number")
+        return "10.0.0.1"
+
+    monkeypatch.setattr(nodes, "address_facing", facing)
+    with open_service() as service:
+
+        def shown() -> dict[str, str]:
+            return {each.node.node_id: each.node.addr for each in service.node_statuses()}
+
+        service.register(cpu_node("here", addr="127.0.0.1"))
+        service.register(cpu_node("also", addr="::1"))
+        assert shown() == {"here": "127.0.0.1", "also": "::1"}, "they reach each other"
+        service.register(cpu_node("named", addr="a-name"))
+        assert shown()["here"] == "127.0.0.1", "nothing is looked up"
+        service.engine.remove_node("named")
+        service.register(cpu_node("there", addr="10.0.0.2"))
+        assert shown() == {"here": "10.0.0.1", "also": "10.0.0.1", "there": "10.0.0.2"}
+        service.engine.remove_node("there")
+        assert shown()["here"] == "127.0.0.1"
+    assert asked[-1] == "10.0.0.2"
 
 
 def test_a_job_that_is_being_deleted_is_not_taken_for_the_one_that_is_submitted():

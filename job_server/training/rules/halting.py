@@ -144,6 +144,10 @@ def _begin(work: Work, *, late: bool) -> None:
         _after_end(work)
         return
     trains = active.over is None and job.elastic and not job.done and not active.finishing
+    # The trainers of a start that still wait for each other have no state, and cannot be cut.
+    begins = active.way is Way.START and active.first_step_at is None
+    if begins and all(member.phase is PodStagePhase.STARTED for member in active.members):
+        trains = False
     if trains and not job.ending.discard and not late:
         if not active.resuming:
             _to(work, HaltPhase.CUT)

@@ -264,3 +264,16 @@ def test_a_pause_does_not_wait_for_ever_for_a_client_that_never_confirms():
     made.pass_time(2.0)
     assert made.job.state is PAUSED
     assert views.slots_held(made.job)["a"] == {0, 1}
+
+
+@pytest.mark.parametrize("ask", [World.stop, World.pause])
+def test_trainers_that_wait_for_each_other_at_a_start_are_not_waited_for(ask):
+    made = world(elastic=False)  # whoever calls the loop comes no further
+    made.run_until(JobState.RUNNING)
+    for pod_id in made.active.pod_ids:
+        tell(made, pod_id, ReportKind.STARTED, 1, elastic=True)
+    assert made.job.elastic
+    since = made.now
+    ask(made)
+    made.run_until(JobState.STOPPED, JobState.PAUSED)
+    assert made.now - since < 5.0

@@ -31,6 +31,7 @@ class Commit:
 class Nodes(Cluster):
     """A job server and a job client on node 1, a job client on each other node.
 
+    As by default, the client beside the server reaches it at 127.0.0.1.
     Each node has a folder of its own for checkpoints, logs and what it trained: `node_dir`, in
     `$NODE_DIR` for the script. All of them have the same ports.
     """
@@ -48,14 +49,15 @@ class Nodes(Cluster):
         return self.folder / f"node{node}"
 
     def start_server(self) -> None:
-        args = ["--no_job", "--bind", self.network.addr(_SERVER_NODE), "--server_port", str(PORT)]
+        args = ["--no_job", "--bind", "0.0.0.0", "--server_port", str(PORT)]
         self.server = self._run(
             _SERVER_NODE, "job_server", [*args, "--db", str(self.folder / "server.db")]
         )
 
     def start_client_of(self, node: int, *more: str) -> None:
         home = self.node_dir(node)
-        args = ["--job_server", self.url, "--node_id", f"node{node}", "--grace_s", "3"]
+        url = f"http://127.0.0.1:{PORT}" if node == _SERVER_NODE else self.url
+        args = ["--job_server", url, "--node_id", f"node{node}", "--grace_s", "3"]
         args += ["--log_dir", str(home / "client"), "--pod_path", str(home / "pods")]
         args += ["--cpu_slots", str(self.slots), *more, str(self.folder / "train.sh")]
         self.clients[node] = self._run(node, "job_client", args)

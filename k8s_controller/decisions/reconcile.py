@@ -450,7 +450,7 @@ class _Pass:
     def _is_suspended(self, words: str, *, anew: bool = True) -> None:
         """Enter that it is; with `anew` also other words than it has."""
         if not self.status.holds(states.SUSPENDED):
-            self._set(suspended_at=self.now)
+            self._set(suspended_at=self.status.suspended_at or self.now)
             self._say("Suspended", words)
         elif not anew:
             return
@@ -464,12 +464,14 @@ class _Pass:
     def _go_on(self) -> None:
         if states.SUSPENDED in self.status.conditions or self.status.pause_asked_at is not None:
             if self.status.holds(states.SUSPENDED):
-                since = self.status.suspended_at or self.now
-                spent_s = self.status.suspended_s + self.now - since
-                self._set(suspended_s=spent_s, scaled_at=self.now)
+                self._set(scaled_at=self.now)
                 self._say("Resumed", "spec.suspend is false")
-            self._set(suspended_at=None, pause_asked_at=None)
+            self._set(pause_asked_at=None)
             self._condition(states.SUSPENDED, False, "Resumed", "")
+        since = self.status.suspended_at
+        if since is not None and not self._waits():
+            spent_s = self.status.suspended_s + self.now - since
+            self._set(suspended_s=spent_s, suspended_at=None)
         if self._lets_pods_save():
             return
         self._keep_server()

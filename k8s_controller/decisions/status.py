@@ -134,7 +134,7 @@ class TrainingJobStatus:
     pod_failed_step: int = 0  # the most steps that it had when one did
     pod_failed_at: float | None = None
     pause_asked_at: float | None = None
-    suspended_at: float | None = None
+    suspended_at: float | None = None  # it ends when the job is given pods again
     suspended_s: float = 0.0  # all that is over
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 

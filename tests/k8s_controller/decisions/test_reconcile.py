@@ -707,6 +707,26 @@ def test_a_suspended_job_with_autoscale_has_its_pods_again_when_they_are_decided
     assert outcome.status.phase is Phase.PENDING
 
 
+def test_a_deadline_does_not_count_the_time_in_which_a_resumed_job_waits_for_room():
+    spec = parse(scaled_job(minReplicas=1, maxReplicas=4, activeDeadlineSeconds=100))
+    suspended = replace(spec, suspend=True)
+    paused = running(spec, [], state=JobState.PAUSED)
+    known = scaled(0, "spec.suspend is true", desired=0, scaled_at=NOW, started_at=NOW - 90)
+    known = look(suspended, paused, known).status
+    waits = look(spec, paused, known, NOW + 500)
+    assert waits.notices[-1] == Notice("Resumed", "spec.suspend is false")
+    again = look(suspended, paused, waits.status, NOW + 1000).status
+    waits = look(spec, paused, look(spec, paused, again, NOW + 1500).status, NOW + 2000)
+    assert waits.steps == (), "it has no pods"
+    given = replace(waits.status, autoscale=scaled(1, "starts").autoscale)
+    outcome = look(spec, paused, given, NOW + 2500)
+    assert outcome.steps == (MakeTrainer(0),)
+    assert (outcome.status.suspended_s, outcome.status.suspended_at) == (2500.0, None)
+    trains = running(spec, [pod(0)], most=1)
+    assert look(spec, trains, outcome.status, NOW + 2509).steps == ()
+    assert look(spec, trains, outcome.status, NOW + 2510).steps == (StopJob(),)
+
+
 def test_a_training_whose_spec_is_made_wrong_goes_on_and_is_looked_after_when_it_is_right_again():
     spec = parsed(replicas=2)
     status = look(spec, running(spec, [pod(0), pod(1)])).status

@@ -192,6 +192,13 @@ def reconcile(
         generation: of the object whose spec this is.
         now: seconds since 1970.
     """
+    job = None if seen.server is None else seen.server.job
+    if job is not None and not job.state.ended and job.spec.slots_per_pod != spec.slots_per_pod:
+        why = (
+            f"spec.template: its pods have {_trainers(spec.slots_per_pod)} each, and the training "
+            f"was begun with {job.spec.slots_per_pod}; change that back, or make a new TrainingJob"
+        )
+        return refuse(name, generation, status, why, now)
     is_new = status.observed_generation != generation
     status = replace(status.no_later_than(now), observed_generation=generation)
     if states.SPEC_VALID in status.conditions:
@@ -775,6 +782,10 @@ class _Pass:
 
 def _pods(count: int) -> str:
     return "1 pod" if count == 1 else f"{count} pods"
+
+
+def _trainers(count: int) -> str:
+    return "1 trainer" if count == 1 else f"{count} trainers"
 
 
 def _dies_with_pod(saved: Saved) -> bool:

@@ -47,6 +47,7 @@ from tests.k8s_controller.jobs import (
     pod,
     scaled_job,
     server_pod,
+    training_job,
 )
 
 NOW = 1000.0
@@ -740,6 +741,26 @@ def test_a_training_whose_spec_is_made_wrong_goes_on_and_is_looked_after_when_it
     assert (again.notices, again.status) == ((), wrong.status), "it is said once"
     right = look(spec, running(spec, [pod(0), pod(1)]), again.status, NOW + 3)
     assert right.steps == ()
+    assert right.status.holds(states.SPEC_VALID)
+
+
+def test_a_template_with_other_gpus_than_the_training_was_begun_with_makes_no_pods():
+    job = training_job(replicas=2)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    container["resources"] = {"limits": {"nvidia.com/gpu": 2}}
+    begun = running(parse(job), [pod(0)])
+    known = look(parse(job), begun).status
+    container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    wrong = reconcile("digits", 2, parse(job), known, begun, NOW + 1)
+    assert wrong.steps == ()
+    assert not wrong.status.ended
+    assert wrong.status.conditions[states.SPEC_VALID].message == (
+        "spec.template: its pods have 1 trainer each, and the training was begun with 2; change "
+        "that back, or make a new TrainingJob"
+    )
+    container["resources"] = {"limits": {"nvidia.com/gpu": 2}}
+    right = reconcile("digits", 3, parse(job), wrong.status, begun, NOW + 2)
+    assert right.steps == (MakeTrainer(1),)
     assert right.status.holds(states.SPEC_VALID)
 
 

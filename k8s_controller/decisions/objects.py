@@ -178,7 +178,8 @@ def trainer_pod(owner: Object, spec: TrainingJobSpec, index: int) -> Manifest:
     """Return a pod of trainers: the job client, which runs the template's command.
 
     The client is a node of the job server with room for one EDL pod. When the pod is to leave, it
-    first waits until the training has left it by a planned change; then SIGTERM comes.
+    first waits until the training has left it by a planned change; then SIGTERM comes. A server
+    that goes at the same time, and keeps its database, is waited for.
     """
     job, namespace = owner["metadata"]["name"], owner["metadata"]["namespace"]
     template = spec.template["spec"]
@@ -195,7 +196,9 @@ def trainer_pod(owner: Object, spec: TrainingJobSpec, index: int) -> Manifest:
         client.append(f"--cpu_slots={spec.slots_per_pod}")
     script = f'printf \'exec "$@"\\n\' >pod.sh && exec {" ".join(client)} pod.sh "$@"'
     wait_s = max(grace_s - _STOPPING_S, 0)
-    leave = f"exec python -m edl capacity {_SHELL_NODE} --slots 0 --wait {wait_s}"
+    leave = f"python -m edl capacity {_SHELL_NODE} --slots 0 --wait {wait_s}"
+    if spec.storage is not None and wait_s:  # its server may move as well: it comes back
+        leave = f"timeout {wait_s} bash -c 'until {leave}; do {_IS_KEPT} || exit 1; sleep 1; done'"
     user = spec.trainer
     container: Manifest = {name: user[name] for name in user if name not in ("command", "args")}
     container |= {
@@ -215,7 +218,7 @@ def trainer_pod(owner: Object, spec: TrainingJobSpec, index: int) -> Manifest:
             *([] if _sets_home(user) else [_home()]),
             *user.get("env", ()),
         ],
-        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", leave]}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", f"exec {leave}"]}}},
         "securityContext": _rights() | dict(user.get("securityContext", {})),
         "volumeMounts": [
             *user.get("volumeMounts", ()),
@@ -252,6 +255,8 @@ def trainer_pod(owner: Object, spec: TrainingJobSpec, index: int) -> Manifest:
 
 
 _SHELL_NODE = f'"$POD_NAME.${{POD_UID:0:{UID_CHARS}}}"'
+# The job server's name is known as long as its Service is there: the job was not deleted.
+_IS_KEPT = 'at="${PADDLE_JOBSERVER#*//}" && getent ahosts "${at%:*}" >/dev/null'
 _VOLUMES: Mapping[str, Manifest] = {"state": {}, "tmp": {}, "shm": {"medium": "Memory"}}
 
 

@@ -276,7 +276,11 @@ class _Pass:
                 if not pod.leaving:
                     self.steps.append(RemovePod(pod.name, pod.uid))
             server = self.seen.server_pod
-            if server is not None and not server.leaving:
+            # Pods that leave wait for a server that keeps its database.
+            is_needed = self.spec.storage is not None and any(
+                not pod.leaving or self.now < pod.gone_by for pod in self.seen.trainers
+            )
+            if server is not None and not server.leaving and not is_needed:
                 self.steps.append(RemovePod(server.name, server.uid))
         left = len([pod for pod in self._alive]) if not self.spec.clean_pods else 0
         self._set(replicas=left, ready=0, training=0)

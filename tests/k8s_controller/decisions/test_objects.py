@@ -1,5 +1,8 @@
 """The manifests of a job's objects."""
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +131,32 @@ def test_a_server_hears_all_pods_of_its_job_and_those_that_replace_them(most):
         if each.startswith("--heartbeat_s=")
     )
     assert 2 * most <= NODES_PER_S * every_s
+
+
+@pytest.mark.parametrize(
+    ("server", "name", "asked"),
+    [
+        pytest.param({"storage": {"size": "1Gi"}}, "127.0.0.1", 2, id="it comes back"),
+        pytest.param({"storage": {"size": "1Gi"}}, "gone.invalid", 1, id="the job was deleted"),
+        pytest.param({}, "127.0.0.1", 1, id="its database is lost"),
+    ],
+)
+def test_a_pod_that_leaves_waits_for_a_server_that_moves_with_its_database(
+    tmp_path: Path, server: dict[str, Any], name: str, asked: int
+):
+    spec = all_objects(server=server)[-1]["spec"]
+    hook = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    python = tmp_path / "python"
+    asks = tmp_path / "asked"
+    python.write_text(f'#!/bin/bash\necho "$@" >>{asks}; (($(wc -l <{asks}) > 1))')
+    python.chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "POD_NAME": "digits-3",
+        "POD_UID": "0123456789",
+        "PADDLE_JOBSERVER": f"http://{name}:8180",
+    }
+    done = subprocess.run(hook, env=env, timeout=60)
+    assert done.returncode == (0 if asked == 2 else 1)
+    line = "-m edl capacity digits-3.01234567 --slots 0 --wait 90\n"
+    assert asks.read_text() == line * asked

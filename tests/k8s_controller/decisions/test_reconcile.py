@@ -628,6 +628,18 @@ def test_a_job_ends_as_its_training_does(state, phase, condition):
     assert look(spec, gone, first.status, NOW + 61).steps == (RemoveTrainingJob(),)
 
 
+def test_the_server_that_pods_wait_for_goes_after_them_at_the_end():
+    spec = parsed(replicas=1, server=STORAGE)
+    ended = look(spec, running(spec, [pod(0)], used=[], state=JobState.SUCCEEDED)).status
+    there = Observed(trainers=(pod(0),), server_pod=server_pod(), prepared=True, budget=0)
+    assert look(spec, there, ended, NOW + 1).steps == (RemovePod("digits-0", "uid00000"),)
+    leaving = replace(there, trainers=(pod(0, leaving=True, gone_by=NOW + 100),))
+    assert look(spec, leaving, ended, NOW + 2).steps == ()
+    server = (RemovePod("digits-server", "uid-server"),)
+    assert look(spec, leaving, ended, NOW + 100).steps == server, "its node may be lost"
+    assert look(spec, replace(there, trainers=()), ended, NOW + 3).steps == server
+
+
 @pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
 def test_a_last_state_that_goes_with_its_pod_is_told_where_pods_are_deleted(state):
     saved = Saved(stage=2, step=70, path="/state/pods", node_id=pod(0).node_id, spare=True)

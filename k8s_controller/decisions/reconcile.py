@@ -351,6 +351,8 @@ class _Pass:
         # A script with the original's calls tells of no step.
         if job.step > self.status.pod_failed_step or (not job.step and lasts):
             self._set(pod_failures=0)
+        if server.training_pods >= (self.status.desired or 0):
+            self._set(pod_retries=0)
         if job.state is JobState.SUCCEEDED:
             self._end(states.COMPLETE, Phase.SUCCEEDED, "Succeeded", job.reason)
         elif job.state is JobState.FAILED:
@@ -618,7 +620,9 @@ class _Pass:
             return
         count = self.status.pod_failures + failed
         step = max(self.status.pod_failed_step, self.status.step)
+        retries = self.status.pod_retries + failed
         self._set(pod_failures=count, pod_failed_at=self.now, pod_failed_step=step)
+        self._set(pod_retries=retries)  # one that always ends does so though the others make steps
         if count > self.spec.restart_limit + self.spec.max_replicas:
             words = next(pod.message for pod in self.seen.trainers if pod.over)
             self._end(
@@ -649,7 +653,8 @@ class _Pass:
         missing = wanted - len(self._alive)
         if missing <= 0 or self.status.ended:
             return
-        failures, failed_at = self.status.pod_failures, self.status.pod_failed_at
+        failures = max(self.status.pod_failures, self.status.pod_retries)
+        failed_at = self.status.pod_failed_at
         if failures and failed_at is not None:
             wait_s = min(BACKOFF_S[0] * 2 ** min(failures - 1, 30), BACKOFF_S[1])
             if self.now < failed_at + wait_s:

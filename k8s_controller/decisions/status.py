@@ -64,6 +64,7 @@ _PLAIN = {
     "saved_path": "savedPath",
     "suspended_s": "suspendedSeconds",
     "pod_failures": "podFailures",
+    "pod_retries": "podRetries",
     "pod_failed_step": "podFailedStep",
     "step_s": "stepSeconds",
     "change_s": "changeSeconds",
@@ -131,6 +132,7 @@ class TrainingJobStatus:
     # The controller's memory, so that another one goes on where it was.
     scaled_at: float | None = None  # when `desired` last changed, or pods last came
     pod_failures: int = 0  # pods that have ended by themselves since it last made a new step
+    pod_retries: int = 0  # ... since all its pods trained
     pod_failed_step: int = 0  # the most steps that it had when one did
     pod_failed_at: float | None = None
     pause_asked_at: float | None = None

@@ -232,6 +232,24 @@ def test_a_pod_that_ended_is_made_anew_and_more_slowly_each_time():
     assert look(spec, seen, again, NOW + 7).steps == ()
 
 
+def test_a_pod_that_always_ends_is_made_more_slowly_though_the_others_make_steps():
+    spec = parsed(replicas=2, restartLimit=2)
+    status = TrainingJobStatus(desired=2, scaled_at=NOW, started_at=NOW)
+    ended = pod(1, phase="Failed", trouble="Ended", message="code 1")
+    made: list[int] = []
+    trainers: tuple[ListedPod, ...] = (pod(0), ended)
+    for second in range(300):
+        seen = running(spec, [pod(0)], step=100 + second, most=2)
+        outcome = look(spec, replace(seen, trainers=trainers), status, NOW + second)
+        status, trainers = outcome.status, (pod(0),)
+        if MakeTrainer(1) in outcome.steps:
+            made.append(second)
+            trainers = (pod(0), ended)
+    assert made == [1, 4, 9, 18, 35, 68, 129, 190, 251]
+    assert not status.ended
+    assert look(spec, running(spec, [pod(0), pod(1)]), status, NOW + 300).status.pod_retries == 0
+
+
 @pytest.mark.parametrize(("code", "phase"), [(137, "Failed"), (0, "Succeeded")])
 def test_a_pod_whose_trainer_has_ended_is_over_though_another_container_runs_on(code, phase):
     ended = {"exitCode": code, "reason": "OOMKilled"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from job_server.api.wire import JobState, Saved
 from k8s_controller.decisions import status as states
-from k8s_controller.decisions.objects import STATE, selector, server_name
+from k8s_controller.decisions.objects import selector, server_name
 from k8s_controller.decisions.observed import (
     UNSCHEDULABLE,
     ListedPod,
@@ -387,12 +387,16 @@ class _Pass:
 
     def _goes_with_pods(self, saved: Saved | None) -> str:
         """Return what is said of a state that was written nowhere but to a pod that is deleted."""
-        if saved is None or not _dies_with_pod(saved) or not self.spec.clean_pods:
+        if saved is None or not self._dies_with_pod(saved) or not self.spec.clean_pods:
             return ""
         return (
             f"; step {saved.step} was written to a pod's own folder alone, which is deleted with "
             "it: cleanPodPolicy None keeps pods, a checkpoint path that can be written the state"
         )
+
+    def _dies_with_pod(self, saved: Saved) -> bool:
+        """Whether a state is in a folder that a pod has to itself."""
+        return saved.spare or ("://" not in saved.path and not self.spec.outlives_pods(saved.path))
 
     def _end(self, kind: str, phase: Phase, reason: str, message: str) -> None:
         self._set(phase=phase, completed_at=self.now, reason=message)
@@ -422,7 +426,7 @@ class _Pass:
                 self._remove_idle()
         elif server.job.state is JobState.PAUSED:
             saved = server.job.saved
-            if saved is not None and _dies_with_pod(saved):
+            if saved is not None and self._dies_with_pod(saved):
                 words = (
                     f"it is paused, but its state is in a pod's own folder, {saved.path}, which "
                     "goes with the pod; so the pods stay. Give the training a checkpoint path on "
@@ -795,8 +799,3 @@ def _pods(count: int) -> str:
 
 def _trainers(count: int) -> str:
     return "1 trainer" if count == 1 else f"{count} trainers"
-
-
-def _dies_with_pod(saved: Saved) -> bool:
-    """Whether a state is in a folder that a pod has to itself."""
-    return saved.spare or saved.path == STATE or saved.path.startswith(f"{STATE}/")

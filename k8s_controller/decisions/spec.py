@@ -7,6 +7,7 @@ schema cannot say, and objects that were stored before a rule was added.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from job_server.api.failure_policy import FailureRule, read_rules
@@ -31,6 +32,9 @@ _OF_TEXTS = frozenset(  # fields with keys of the user's own
 )
 _OUR_ENV = ("POD_NAME", "POD_IP", "POD_UID")
 _OUR_PREFIXES = ("EDL_", "PADDLE_JOB", "PADDLE_POD")
+_OF_PODS = frozenset(  # volumes that come and go with a pod, or cannot be written
+    ("emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected", "image")
+)
 
 
 class SpecError(ValueError):
@@ -68,6 +72,18 @@ class TrainingJobSpec:
     def trainer(self) -> Object:
         """Return the container that trains."""
         return _container(self.template["spec"])
+
+    def outlives_pods(self, path: str) -> bool:
+        """Whether a path of container `trainer` is in a volume that stays when its pod goes."""
+        volumes = {each.get("name"): each for each in self.template["spec"].get("volumes", ())}
+        mounts = self.trainer.get("volumeMounts", ())
+        found: Object = max(
+            (each for each in mounts if _is_in(path, str(each.get("mountPath", "")))),
+            key=lambda each: len(PurePosixPath(each["mountPath"]).parts),
+            default={},
+        )
+        volume = volumes.get(found.get("name"))
+        return volume is not None and _OF_PODS.isdisjoint(volume)
 
     def job_spec(self, name: str) -> JobSpec:
         """Return what the job server is told.
@@ -219,6 +235,10 @@ def _without_nulls(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(each, key) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder)
 
 
 def _check_shapes(pod: Object) -> None:

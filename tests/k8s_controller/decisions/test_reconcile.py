@@ -500,9 +500,35 @@ def test_a_suspended_job_is_paused_durably_before_its_pods_go():
     assert "step 70" in lost.status.conditions[states.SUSPENDED].message
 
 
-@pytest.mark.parametrize("path", ["/state/pod_log/run", "/state"])
+def mounted(**spec: Any) -> TrainingJobSpec:
+    """Return a job with a claim at /data, and a scratch volume in it."""
+    job = training_job(**spec)
+    pod_spec = job["spec"]["template"]["spec"]
+    claim = {"persistentVolumeClaim": {"claimName": "data"}}
+    pod_spec["volumes"] = [{"name": "data", **claim}, {"name": "scratch", "emptyDir": {}}]
+    pod_spec["containers"][0]["volumeMounts"] = [
+        {"name": "data", "mountPath": "/data/"},
+        {"name": "scratch", "mountPath": "/data/scratch"},
+    ]
+    return parse(job)
+
+
+@pytest.mark.parametrize("path", ["/data", "/data/digits", "gs://bucket/digits"])
+def test_a_state_that_outlives_the_pods_lets_them_go(path):
+    spec = mounted(replicas=1, suspend=True)
+    saved = Saved(stage=2, step=70, path=path, node_id=pod(0).node_id)
+    paused = running(spec, [pod(0)], used=[], state=JobState.PAUSED, saved=saved)
+    outcome = look(spec, paused)
+    assert outcome.steps == (RemovePod("digits-0", "uid00000"),)
+    assert outcome.status.holds(states.SUSPENDED)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/state/pod_log/run", "/state", "/tmp/digits", "/app/digits", "/database", "/data/scratch/d"],
+)
 def test_a_state_that_would_go_with_a_pod_keeps_the_pods(path):
-    spec = parsed(replicas=1, suspend=True)
+    spec = mounted(replicas=1, suspend=True)
     saved = Saved(stage=2, step=70, path=path, node_id=pod(0).node_id)
     paused = running(spec, [pod(0)], used=[], state=JobState.PAUSED, saved=saved)
     outcome = look(spec, paused)

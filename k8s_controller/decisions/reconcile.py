@@ -436,8 +436,10 @@ class _Pass:
                     self._say(NOT_DURABLE, words, warning=True)
                 self._condition(states.SUSPENDED, False, NOT_DURABLE, words)
                 return
-            where = "" if saved is None else f" at step {saved.step}, written to {saved.path}"
-            self._is_suspended(f"paused{where}")
+            words = server.job.reason or "paused"  # of a plain script: it may have saved nothing
+            if saved is not None:
+                words = f"paused at step {saved.step}, written to {saved.path}"
+            self._is_suspended(words)
             self._remove_idle()
         elif self.status.pause_asked_at is not None and self._none_may_run():
             self._is_suspended("its pods have ended; it goes on from its newest checkpoint")
@@ -447,7 +449,7 @@ class _Pass:
             if asked_at is None or self.now >= asked_at + PAUSE_AGAIN_S:
                 self.steps.append(PauseJob())
                 self._set(pause_asked_at=self.now)
-                self._say("Suspending", "spec.suspend is true: its newest state is written")
+                self._say("Suspending", "spec.suspend is true: it is paused")
             else:
                 words = f"the training goes on: {server.job.reason}"
                 self._condition(states.SUSPENDED, False, "NotPaused", words)

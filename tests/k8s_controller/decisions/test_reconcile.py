@@ -500,6 +500,15 @@ def test_a_suspended_job_is_paused_durably_before_its_pods_go():
     assert "step 70" in lost.status.conditions[states.SUSPENDED].message
 
 
+def test_of_a_script_without_the_loop_it_is_said_that_its_pause_may_have_saved_nothing():
+    spec = parsed(replicas=1, suspend=True)
+    asked = look(spec, running(spec, [pod(0)]))
+    assert asked.notices[-1] == Notice("Suspending", "spec.suspend is true: it is paused")
+    why = "paused; no trainer has called the elastic loop: EDL cannot know what was saved"
+    paused = running(spec, [pod(0)], used=[], state=JobState.PAUSED, reason=why)
+    assert look(spec, paused, asked.status, NOW + 1).notices == (Notice("Suspended", why),)
+
+
 def mounted(**spec: Any) -> TrainingJobSpec:
     """Return a job with a claim at /data, and a scratch volume in it."""
     job = training_job(**spec)

@@ -1167,6 +1167,7 @@ class SharedNode(Message, frozen=True, kw_only=True):
     used_others: Int  # ... and other jobs, teachers, strangers
     limit: Int | None = None  # of slots for shared jobs; None: all
     barred: str = ""  # why others of its slots get no pods; "": all do, or not said
+    quarantine: str = ""  # why the pods on one of its slots leave that; "": all may stay
     closed: bool = False  # it gets no new pods: `slots` are those of pods that are there
     cpu_milli: Int = 0  # as of Node; 0: not known
     cpu_used_milli: Int = 0  # what shared jobs' trainers have by their specs, and foreign load

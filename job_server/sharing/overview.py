@@ -82,6 +82,9 @@ def _node(use: NodeUse, jobs: Iterable[AnyJob]) -> SharedNode:
         used_others=len(others - own),
         limit=use.limit,
         barred="; ".join(filter(None, barred)),
+        quarantine=next(
+            (slot.quarantine for slot in node.slots if slot.quarantine and not slot.drained), ""
+        ),
         closed=is_closed(node),
         cpu_milli=node.cpu_milli,
         cpu_used_milli=trainers[0] + use.foreign_cpu_milli,

@@ -59,6 +59,7 @@ class TrainingNode:
 
     alive: bool
     limit: int | None  # of slots; None: all. With 0 the training leaves it
+    sick: str = ""  # why a slot of it is in quarantine, and so none of its pods can train; "": none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,8 @@ def node_id(name: str, uid: str) -> str:
 def server_view(job: JobStatus | None, sharing: Sharing) -> ServerView:
     """Return what the answers of a job server say of its only job."""
     nodes = {
-        node.node_id: TrainingNode(alive=node.alive, limit=node.limit) for node in sharing.nodes
+        node.node_id: TrainingNode(alive=node.alive, limit=node.limit, sick=node.quarantine)
+        for node in sharing.nodes
     }
     most = next((each.max_pods for each in sharing.jobs), None)
     return ServerView(job=job, nodes=nodes, most=most, now=sharing.now)

@@ -29,7 +29,7 @@ from k8s_controller.decisions.status import Phase, TrainingJobStatus
 GATHER_S = 30.0  # how long a start or a growth waits for the last of its pods
 PAUSE_AGAIN_S = 60.0  # a pause that was called off is asked for again
 REFUSED = "Refused"  # of a condition: Kubernetes makes no such pod
-NOT_DURABLE = "NotDurable"  # of condition Suspended: the newest state is in the pods alone
+NOT_DURABLE = "NotDurable"  # of a condition and an event: the newest state is in pods alone
 WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
 HEALTHY_S = 60.0  # a training that tells of no step has made some when it has run for so long
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
@@ -242,6 +242,7 @@ class _Pass:
         self.steps: list[Step] = []
         self.notices: list[Notice] = []
         self._alive = [pod for pod in seen.trainers if not pod.leaving and not pod.over]
+        self._kept = ""  # why a pod stays that cannot train
 
     # --- the life of a job
 
@@ -553,7 +554,9 @@ class _Pass:
         if not wanted:
             return  # it waits for room
         self._replace_broken()
-        surplus = self._surplus(wanted)
+        sick = [pod for pod in self._alive if self._sickness(pod)]
+        self._alive = [pod for pod in self._alive if pod not in sick]
+        surplus = sick + self._surplus(wanted)
         self._add(wanted)
         server = self.seen.server
         if server is None:
@@ -577,8 +580,42 @@ class _Pass:
             node = server.nodes.get(pod.node_id)
             is_closed = node is None or not node.alive or node.limit == 0
             if is_closed and not server.uses(pod.node_id):
+                if pod in sick and self._has_last_state(pod):
+                    self._tell_kept(pod)
+                    continue
                 self.steps.append(RemovePod(pod.name, pod.uid))
+                if pod in sick:  # another one may have a GPU that is well, or the same again
+                    self._set(pod_retries=self.status.pod_retries + 1, pod_failed_at=self.now)
+                    self._say("PodReplaced", f"{pod.name}: {self._sickness(pod)}", warning=True)
+                    continue
                 self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} wanted; the training left it")
+
+    def _has_last_state(self, pod: ListedPod) -> bool:
+        """Whether the state with which the training is to go on is in a pod's own folder alone."""
+        server = self.seen.server
+        job = None if server is None else server.job
+        if job is None or job.saved is None:
+            return False
+        if job.state not in (JobState.WAITING, JobState.PAUSED):
+            return False
+        return job.saved.node_id == pod.node_id and self._dies_with_pod(job.saved)
+
+    def _tell_kept(self, pod: ListedPod) -> None:
+        """Say, once, why a pod stays that cannot train."""
+        words = (
+            f"{pod.name}: {self._sickness(pod)}; it stays, as the newest state is "
+            "in its own folder alone; delete it to go on from the newest checkpoint, if any"
+        )
+        known = self.status.conditions.get(states.PODS_READY)
+        if known is None or (known.reason, known.message) != (NOT_DURABLE, words):
+            self._say(NOT_DURABLE, words, warning=True)
+        self._kept = words
+
+    def _sickness(self, pod: ListedPod) -> str:
+        """Return why a pod can train no more; "": it can."""
+        server = self.seen.server
+        node = None if server is None else server.nodes.get(pod.node_id)
+        return "" if node is None or not node.alive else node.sick
 
     def _surplus(self, wanted: int) -> list[ListedPod]:
         """Return the pods to give up: unusable ones first, then the highest indexes.
@@ -762,6 +799,8 @@ class _Pass:
             given = self.status.autoscale
             words = "nothing is decided yet" if given is None else given.reason
             self._condition(states.PODS_READY, False, WAITS, words)
+        elif self._kept:
+            self._condition(states.PODS_READY, False, NOT_DURABLE, self._kept)
         elif ready < wanted:
             words = f"{ready} of {_pods(wanted)} have registered with the job server"
             self._condition(states.PODS_READY, False, "NotReady", words)

@@ -31,7 +31,7 @@ def test_the_overview_parts_slots_of_shared_jobs_from_those_of_others():
         sharing = browse(service).get("/api/v1/sharing").get_json()
     assert sharing["nodes"][0] | {"alive": True} == {
         "node_id": "node-a", "alive": True, "slots": 2, "used_shared": 0, "used_others": 1,
-        "limit": None, "barred": "", "closed": False, "cpu_milli": 4000,
+        "limit": None, "barred": "", "quarantine": "", "closed": False, "cpu_milli": 4000,
         "cpu_used_milli": 0, "memory_mb": 0, "memory_used_mb": 0, "gpu_percent": None,
         "job_id": None, "folders": ["digits"],
     }  # fmt: skip

@@ -89,6 +89,7 @@ def test_pods_that_wait_beside_a_state_at_home_keep_no_slots_from_others():
     saved = Saved(stage=1, step=4, path="/checkpoint", node_id="a")
     job = with_pods(shared("job"), "b", 0)
     job = replace(job, share=Share(allotment=held), ending=replace(job.ending, saved=saved))
+    assert overview("", [job], [home], 1000.0).nodes[0].quarantine == "faulty"
     found = told([job, shared("other")], home, use("b", 1))
     assert (found["job"].nodes, found["other"].nodes) == ({}, {"b": 1})
     found = told([job, shared("other")], use("a", 1), use("b", 1))
@@ -147,6 +148,7 @@ def test_pods_keep_their_places_on_a_node_that_gets_no_new_ones():
     assert told([with_pods(job, "a", 0, 1)], short)["job"].nodes == {"a": 2}, "one was lost"
     (node,) = overview("", [job], [short], 1000.0).nodes
     assert (node.slots, node.used_shared, node.barred) == (3, 3, "full")
+    assert node.quarantine == "", "it goes on there"
     leave = tuple(replace(slot, quarantine="is drained") for slot in slots)
     drained = replace(short, node=replace(short.node, slots=leave))
     assert told([job], drained, use("b"))["job"].nodes == {"b": 4}

@@ -250,6 +250,35 @@ def test_a_pod_that_always_ends_is_made_more_slowly_though_the_others_make_steps
     assert look(spec, running(spec, [pod(0), pod(1)]), status, NOW + 300).status.pod_retries == 0
 
 
+def test_a_pod_whose_gpu_is_in_quarantine_is_replaced_once_the_training_can_leave_it():
+    spec = parsed(replicas=1)
+    seen, why = running(spec, [pod(0)]), "GPU 0 is in quarantine: XID 79"
+    assert seen.server is not None
+    sick = {pod(0).node_id: TrainingNode(alive=True, limit=None, sick=why)}
+    seen = replace(seen, server=replace(seen.server, nodes=sick))
+    trains = look(spec, seen)
+    assert trains.steps == (MakeTrainer(1), CloseNodes((pod(0).node_id,)))
+    waits = running(spec, [pod(0)], used=[], state=JobState.WAITING)
+    assert waits.server is not None
+    sick = {pod(0).node_id: TrainingNode(alive=True, limit=0, sick=why)}
+    waits = replace(waits, server=replace(waits.server, nodes=sick))
+    outcome = look(spec, waits)
+    assert outcome.steps == (MakeTrainer(1), RemovePod("digits-0", "uid00000"))
+    assert outcome.notices[-1] == Notice("PodReplaced", f"digits-0: {why}", warning=True)
+    again = look(spec, waits, outcome.status, NOW + 0.5)
+    assert MakeTrainer(1) not in again.steps, "the next one was ill as well"
+    saved = Saved(stage=2, step=70, path="/state/pods", node_id=pod(0).node_id, spare=True)
+    holds = running(spec, [pod(0)], used=[], state=JobState.WAITING, saved=saved)
+    assert holds.server is not None
+    holds = replace(holds, server=replace(holds.server, nodes=sick))
+    kept = look(spec, holds)
+    assert kept.steps == (MakeTrainer(1),)
+    assert kept.notices[-1].message.startswith(f"digits-0: {why}; it stays, as the newest state")
+    assert not kept.status.holds(states.PODS_READY)
+    assert look(spec, holds, kept.status, NOW + 1).notices == kept.notices[:-1], "it is told once"
+    assert MakeTrainer(1) in look(spec, waits, outcome.status, NOW + 1).steps
+
+
 @pytest.mark.parametrize(("code", "phase"), [(137, "Failed"), (0, "Succeeded")])
 def test_a_pod_whose_trainer_has_ended_is_over_though_another_container_runs_on(code, phase):
     ended = {"exitCode": code, "reason": "OOMKilled"}

@@ -594,9 +594,7 @@ class _Pass:
         """Whether the state with which the training is to go on is in a pod's own folder alone."""
         server = self.seen.server
         job = None if server is None else server.job
-        if job is None or job.saved is None:
-            return False
-        if job.state not in (JobState.WAITING, JobState.PAUSED):
+        if job is None or job.saved is None or job.state in _RUNS:
             return False
         return job.saved.node_id == pod.node_id and self._dies_with_pod(job.saved)
 
@@ -638,6 +636,8 @@ class _Pass:
 
     def _usefulness(self, pod: ListedPod) -> int:
         server = self.seen.server
+        if self._has_last_state(pod):
+            return 3
         if pod.trouble:
             return 0
         node = None if server is None else server.nodes.get(pod.node_id)

@@ -184,6 +184,19 @@ def test_a_sick_pod_leaves_before_those_of_higher_index():
     assert steps == (SetPods(2), RemovePod("digits-0", "uid00000"))
 
 
+def test_a_job_that_is_resumed_with_fewer_pods_keeps_the_one_that_has_its_state():
+    spec, pods = parsed(replicas=1, maxReplicas=2), [pod(0), pod(1)]
+    saved = Saved(stage=2, step=70, path="/state/pods", node_id=pods[1].node_id, spare=True)
+    paused = running(spec, pods, used=[], state=JobState.PAUSED, saved=saved)
+    outcome = look(spec, with_limits(paused, p0=0))
+    assert outcome.steps == (ResumeJob(), RemovePod("digits-0", "uid00000"))
+    for state in (JobState.WAITING, JobState.STARTING):
+        begins = running(spec, pods, used=[pods[1]], state=state, saved=saved)
+        assert look(spec, begins).steps == (CloseNodes((pods[0].node_id,)),)
+    trains = running(spec, pods, used=[pods[1]], saved=saved)
+    assert look(spec, trains).steps == (CloseNodes((pods[1].node_id,)),), "it moves"
+
+
 def test_a_pod_that_is_drained_gets_a_substitute_at_once():
     spec = parsed(replicas=3)
     pods = [pod(0), pod(1, leaving=True), pod(2)]

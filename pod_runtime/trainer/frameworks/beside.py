@@ -260,6 +260,8 @@ class Beside:
                 inner = thing.values()
             elif isinstance(thing, list | tuple):
                 inner = thing
+            elif issubclass(type(thing), tuple(self._numbers)):  # it may be made of others
+                inner, depth = vars(thing).values(), _DEEPEST
             elif hasattr(thing, "__dict__") and is_of_script(type(thing).__module__):
                 inner = vars(thing).values()
             for each in inner:

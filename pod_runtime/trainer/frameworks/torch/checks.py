@@ -56,15 +56,17 @@ def check_arguments(
         if not callable(getattr(scheduler, "state_dict", None)) or (
             all(getattr(scheduler, "optimizer", None) is not each for each in optimizers)
         ):
+            kind = type(scheduler).__name__
+            beside = getattr(scheduler, "optimizer", None) is not None
             raise UsageError(
-                f"scheduler: expected a scheduler of the loop's optimizer, got a "
-                f"{type(scheduler).__name__}"
+                f"scheduler: expected a scheduler of the loop's optimizer, got a {kind}"
+                + " of another one, which belongs in extra={...}" * beside
             )
     if not isinstance(extra, Mapping):
         raise UsageError(f"extra: expected a dict of objects, got {type(extra).__name__}")
     known = {id(each) for model in models for each in model.parameters()}
     for name, thing in extra.items():
-        _check_extra(name, thing, known)
+        _check_extra(name, thing, known, optimizers)
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -86,14 +88,15 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _check_extra(name: str, thing: Any, known: set[int]) -> None:
+def _check_extra(name: str, thing: Any, known: set[int], optimizers: Sequence[Any]) -> None:
     kind = type(thing).__name__
     if isinstance(thing, torch.optim.Optimizer):
         raise UsageError(
             f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "
             f"gradients; {_PASS_IT}"
         )
-    if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+    is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+    if is_scheduler and any(thing.optimizer is each for each in optimizers):
         raise UsageError(f"extra: {name!r} is a {kind}; pass it as scheduler=")
     if isinstance(thing, torch.amp.GradScaler):
         raise UsageError(f"extra: {name!r} is a {kind}; pass it as scaler=")

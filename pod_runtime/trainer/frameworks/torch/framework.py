@@ -22,7 +22,11 @@ from pod_runtime.trainer.frameworks.torch.checks import (
 from pod_runtime.trainer.frameworks.torch.data import TorchData
 from pod_runtime.trainer.frameworks.torch.gradients import TorchShardBuffers
 from pod_runtime.trainer.frameworks.torch.group import TorchGroup
-from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
+from pod_runtime.trainer.frameworks.torch.state import (
+    TorchState,
+    numbers_of_scheduler,
+    terms_of,
+)
 from pod_runtime.trainer.frameworks.torch.step import TorchStep
 from pod_runtime.trainer.frameworks.torch.tensors import address, fingerprint, give_own_memory
 from pod_runtime.trainer.frameworks.unowned import check_later_optimizer
@@ -117,6 +121,11 @@ def torch_framework(
             checks_of_later={
                 torch.optim.Optimizer: lambda each: check_later_optimizer(
                     type(each).__name__, owned_parameters(each), set(map(id, model.parameters()))
+                )
+            },
+            numbers={
+                torch.optim.lr_scheduler.LRScheduler: lambda each: numbers_of_scheduler(
+                    each, optimizers
                 )
             },
         ),

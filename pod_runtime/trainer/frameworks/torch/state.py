@@ -59,7 +59,7 @@ class TorchState(BaseState):
             unowned,
             scaler,
             {
-                **extra,
+                **{name: _with_rates(each) for name, each in extra.items()},
                 **{f"{_LAYER}{plain_name(name)}": LayerState(each)
                    for name, each in model.named_modules() if has_extra_state(each)},
             },
@@ -120,6 +120,29 @@ class LayerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._layer.set_extra_state(state["extra_state"])
+
+
+class SchedulerBeside:
+    """A scheduler in `extra=`, with the options of its optimizer, which no loop has.
+
+    Most of PyTorch's compute a rate from the one before, which stands there.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [
+            {name: value for name, value in group.items() if name not in _NO_OPTIONS}
+            for group in self._scheduler.optimizer.param_groups
+        ]
+        return {"scheduler": self._scheduler.state_dict(), "groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scheduler.load_state_dict(state["scheduler"])
+        groups = self._scheduler.optimizer.param_groups
+        for group, options in zip(groups, state["groups"], strict=True):
+            group.update(options)
 
 
 class TorchOptimizer:
@@ -306,6 +329,20 @@ class TorchOptimizer:
             for kind, value in self._optimizer.state.get(parameter, {}).items()
             if not isinstance(value, torch.Tensor)
         }
+
+
+def _with_rates(thing: Any) -> Any:
+    is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+    return SchedulerBeside(thing) if is_scheduler else thing
+
+
+def numbers_of_scheduler(scheduler: Any, optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return what tells how far a scheduler has come; of those of these optimizers, none."""
+    own = getattr(scheduler, "optimizer", None)
+    is_own = any(own is each for each in optimizers)
+    if is_own or not hasattr(scheduler, "last_epoch"):  # of ChainedScheduler its parts have it
+        return {}
+    return {"last_epoch": float(scheduler.last_epoch)}
 
 
 def _plain_layout(layout: StateLayout) -> StateLayout:

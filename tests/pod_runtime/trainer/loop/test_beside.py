@@ -320,7 +320,69 @@ def test_paddles_model_average_is_refused_by_name(passed: str):
     assert other is not None, "of other models they may be there"
 
 
-@pytest.mark.parametrize("passed", ["nowhere", "extra", "optimizer", "within another"])
+def dummy_schedule(kind: str) -> Any:
+    """Return a scheduler of PyTorch, of an optimizer that trains nothing."""
+    torch = pytest.importorskip("torch")
+    schedulers = torch.optim.lr_scheduler
+    dummy = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    if kind == "cosine":
+        return schedulers.CosineAnnealingLR(dummy, 20)
+    parts = [schedulers.ConstantLR(dummy, 0.5, 3), schedulers.ExponentialLR(dummy, 0.9)]
+    outer = [schedulers.SequentialLR(dummy, parts, [2]), schedulers.StepLR(dummy, 2)]
+    return schedulers.ChainedScheduler(outer)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize("kind", ["cosine", "of others"])
+@pytest.mark.parametrize("passed", ["nowhere", "scheduler", "extra", "within an object"])
+def test_a_scheduler_of_another_optimizer_goes_on_in_extra(passed: str, kind: str, tmp_path):
+    """Its rates are in that optimizer, where it computes the next ones from them."""
+    torch = pytest.importorskip("torch")
+
+    class Rates:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def state_dict(self) -> dict[str, Any]:
+            rate = self.scheduler.optimizer.param_groups[0]["lr"]
+            return {"scheduler": self.scheduler.state_dict(), "rate": rate}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.optimizer.param_groups[0]["lr"] = state["rate"]
+
+    def rates(epochs: int, checkpoint: Any) -> list[float]:
+        model, mine, found = Torch().net(), dummy_schedule(kind), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def update(_where: Any) -> None:
+            mine.step()
+            optimizer.param_groups[0]["lr"] = mine.get_last_lr()[0]
+            found.append(optimizer.param_groups[0]["lr"])
+
+        extra = {"extra": {"rate": mine}, "within an object": {"rate": Rates(mine)}}.get(passed)
+        train(
+            Torch(), model, optimizer=optimizer, epochs=epochs, checkpoint=checkpoint,
+            extra=extra, scheduler=mine if passed == "scheduler" else None, after_update=update,
+        )  # fmt: skip
+        return found
+
+    texts = {
+        "nowhere": r"last_epoch of a scheduler beside the loop's .*in extra=",
+        "scheduler": r"of another one, which belongs in extra=",
+    }
+    if passed in texts:
+        with pytest.raises(UsageError, match=texts[passed]):
+            rates(2, tmp_path)
+        return
+    whole = rates(3, tmp_path / "whole")
+    assert rates(1, tmp_path / "cut") + rates(3, tmp_path / "cut") == whole
+    assert len(set(whole)) > 3
+
+
+@pytest.mark.parametrize(
+    "passed", ["nowhere", "extra", "optimizer", "within another", "within another in extra"]
+)
 def test_a_scheduler_of_paddle_is_passed_to_its_optimizer_or_in_extra(passed: str):
     paddle = pytest.importorskip("paddle")
     schedulers, model = paddle.optimizer.lr, Paddle().net()
@@ -336,6 +398,9 @@ def test_a_scheduler_of_paddle_is_passed_to_its_optimizer_or_in_extra(passed: st
             optimizer.set_lr(mine())
 
     extra = {"rate": mine} if passed == "extra" else None
+    if passed == "within another in extra":
+        outer = schedulers.LinearWarmup(mine, 2, 0.0, 0.1)
+        extra = {"rate": outer}
     arguments = {"extra": extra, "optimizer": optimizer, "after_update": update}
     if passed == "nowhere":
         text = r"last_epoch of a scheduler beside the loop's \(Cosine.*\).*in extra="

@@ -91,6 +91,7 @@ class GradientMarks:
         self._marks: list[tuple[int, Any]] | None = None
         self._first = 0  # index of a parameter that had a gradient last time
         self._updates = 0  # before this one
+        self._is_updating = False
 
     def note(self, *, for_update: bool) -> None:
         """Remember gradients as they are.
@@ -115,10 +116,27 @@ class GradientMarks:
     def _all(self) -> range:
         return range(self._count)
 
+    def begin_update(self) -> None:
+        """The gradients are those of all ranks now, and the optimizer may step."""
+        self._is_updating = True
+
     def forget(self) -> None:
         """Forget them: the update is made, or is not going to be."""
-        self._marks = None
+        self._marks, self._is_updating = None, False
         self._updates += 1
+
+    def check_step(self) -> None:
+        """Check that the optimizer may step: the script does not call it by itself.
+
+        Raises:
+            UsageError: it does.
+        """
+        if self._marks is not None and not self._is_updating:
+            raise UsageError(
+                "optimizer: the script steps it by the gradients of step.backward(loss), which are "
+                "this trainer's part, and step.update() steps it once more. Leave optimizer.step() "
+                "out: step.update() does that, and clears the gradients"
+            )
 
     def check(self) -> None:
         """Check that what was noted is unchanged, and that nothing is there that was not.

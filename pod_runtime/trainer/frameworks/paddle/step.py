@@ -8,7 +8,7 @@ import paddle
 
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import check_unset, check_whole
-from pod_runtime.trainer.frameworks.gradient_marks import LossScaling
+from pod_runtime.trainer.frameworks.gradient_marks import GradientMarks, LossScaling
 from pod_runtime.trainer.frameworks.paddle.checks import gradient_marks
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
@@ -26,6 +26,18 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
 from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
 from pod_runtime.trainer.frameworks.paddle.tensors import of_model
 from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+
+
+class CheckedStep:
+    """An optimizer's `step`, which the script leaves to the loop."""
+
+    def __init__(self, step: Any, marks: GradientMarks) -> None:
+        self._step, self._marks = step, marks
+
+    def __call__(self) -> Any:
+        """Raises UsageError: the script calls it amid a step of the loop."""
+        self._marks.check_step()
+        return self._step()
 
 
 class PaddleStep:
@@ -62,6 +74,7 @@ class PaddleStep:
         owned = {id(each) for each in optimizer_parameters(optimizer)}
         mine = [each for each in model.parameters() if id(each) in owned]  # frozen ones, too
         self._marks = gradient_marks(mine, on_host)
+        optimizer.step = CheckedStep(optimizer.step, self._marks)
         self._parameters = model.parameters() if is_alone else mine
         self._frozen = self._what_is_frozen()
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
@@ -208,6 +221,7 @@ class PaddleStep:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)
             paddle.nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), max_norm)
+        self._marks.begin_update()
         usual = contextlib.nullcontext()
         with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
             if self._scaler is None:

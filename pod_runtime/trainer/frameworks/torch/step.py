@@ -44,6 +44,7 @@ class TorchStep:
         self._exchange = self._make_exchange()
         self._frozen = self._what_is_frozen()
         self._marks = gradient_marks(model, optimizer)
+        optimizer.register_step_pre_hook(lambda *_arguments: self._marks.check_step())
         self._scheduler_check = SchedulerCheck(optimizer, schedulers)
         self._weights: dict[tuple[float, Any, Any, Any], Any] = {}
 
@@ -141,6 +142,7 @@ class TorchStep:
                 self._scaler.unscale_(self._optimizer)
             groups = self._optimizer.param_groups
             torch.nn.utils.clip_grad_norm_([p for each in groups for p in each["params"]], max_norm)
+        self._marks.begin_update()
         usual = contextlib.nullcontext()
         with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
             if self._scaler is None:

@@ -453,6 +453,35 @@ def test_each_scheduler_of_the_optimizer_is_passed(kind: str):
             begin()
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("where", ["in a shard", "before the update"])
+def test_an_optimizer_that_the_script_steps_amid_a_step_is_refused(kit, where: str, several: bool):
+    model, other = kit.net(), kit.net()
+    optimizers = [kit.sgd(model), kit.sgd(other)] if several else [kit.sgd(model)]
+    models = [model, other] if several else [model]
+    optimizers[-1].step()  # as before the loop
+    for _ in range(2):  # the second loop has the same
+        loop = elastic.Loop(models, optimizers, DATA, epochs=1, batch_size=8, shards=2)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward(sum((each(batch) ** 2).mean() for each in models))
+                step.update()
+                optimizers[-1].step()  # there are no gradients
+    loop = elastic.Loop(models, optimizers, DATA, epochs=1, batch_size=8, shards=2)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward(sum((each(batch) ** 2).mean() for each in models))
+                if where == "in a shard":
+                    with pytest.raises(UsageError, match=r"Leave optimizer\.step\(\) out"):
+                        optimizers[-1].step()
+            if where == "before the update":
+                with pytest.raises(UsageError, match=r"Leave optimizer\.step\(\) out"):
+                    optimizers[-1].step()
+            step.update()
+
+
 def test_an_average_that_was_passed_is_not(kit):
     model = kit.net()
     module, shadow, shadows = Average(kit, model), Shadow(kit, model), Shadows(kit, model)

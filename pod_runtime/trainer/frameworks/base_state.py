@@ -386,7 +386,7 @@ class BaseState(ABC):
         parts: list[dict[str, StateTensor]] = [{} for _each in self._optimizers]
         owners = {name: i for i, each in enumerate(self._optimizers) for name in each.owned()}
         for name, spec in specs.items():
-            owner = owners.get(name.rpartition(".")[0])
+            owner = owners.get(parameter_and_kind(name, owners)[0])
             if owner is None:
                 raise StateError(f"optimizer/{name}: no optimizer has this parameter")
             parts[owner][name] = spec
@@ -531,6 +531,15 @@ class BaseState(ABC):
                     f"take over the state. Give the optimizer all parameters before the loop, and "
                     f"freeze those whose turn comes later"
                 )
+
+
+def parameter_and_kind(name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """Return of which parameter an optimizer keeps something, and what; either may have a dot."""
+    ends = [place for place, letter in enumerate(name) if letter == "."]
+    for end in ends:
+        if name[:end] in parameters:
+            return name[:end], name[end + 1 :]
+    return name, ""
 
 
 def kind_of_scheduler(scheduler: Any, base: type, holders: tuple[Any, ...] = ()) -> str:

@@ -14,6 +14,7 @@ from pod_runtime.trainer.frameworks.base_state import (
     BaseState,
     check_schedulers,
     kind_of_scheduler,
+    parameter_and_kind,
 )
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.plain_values import own_copy
@@ -190,12 +191,7 @@ class TorchOptimizer:
 
     def tensors(self) -> list[tuple[str, Any]]:
         """Return what it keeps of parameters, by "<parameter>.<what it is>"."""
-        return [
-            (f"{name}.{kind}", value)
-            for name, parameter in self._parameters()
-            for kind, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-        ]
+        return [(name, value) for name, value in self._kept() if isinstance(value, torch.Tensor)]
 
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""
@@ -258,7 +254,7 @@ class TorchOptimizer:
         check_schedulers(scalars.get("scheduler_kinds"), self._scheduler_kinds)
         known = {name for name, _parameter in self._parameters()}
         for name in names:
-            if name.rpartition(".")[0] not in known:
+            if parameter_and_kind(name, known)[0] not in known:
                 raise StateError(f"optimizer/{name}: the optimizer has no such parameter")
 
     def load(
@@ -274,7 +270,7 @@ class TorchOptimizer:
         }
         kept: dict[str, dict[str, Any]] = {}
         for name, spec in specs.items():
-            owner, _, kind = name.rpartition(".")
+            owner, kind = parameter_and_kind(name, parameters)
             live = self._optimizer.state.get(parameters[owner], {}).get(kind)
             if _is_same_kind(live, spec):
                 fill(live, source, spec)
@@ -283,7 +279,7 @@ class TorchOptimizer:
                 live = _made_for(parameters[owner], kind, made, counts_there=owner in counting)
             kept.setdefault(owner, {})[kind] = live
         for name, value in scalars["optimizer_numbers"].items():
-            owner, _, kind = name.rpartition(".")
+            owner, kind = parameter_and_kind(name, parameters)
             kept.setdefault(owner, {})[kind] = from_plain(value)
         for name, parameter in parameters.items():
             if name in kept:
@@ -324,11 +320,25 @@ class TorchOptimizer:
 
     def _numbers(self) -> dict[str, Any]:
         return {
-            f"{name}.{kind}": to_plain(f"optimizer/{name}.{kind}", value)
-            for name, parameter in self._parameters()
-            for kind, value in self._optimizer.state.get(parameter, {}).items()
+            name: to_plain(f"optimizer/{name}", value)
+            for name, value in self._kept()
             if not isinstance(value, torch.Tensor)
         }
+
+    def _kept(self) -> Iterator[tuple[str, Any]]:
+        """Yield what it keeps of parameters, by "<parameter>.<what it is>".
+
+        Raises:
+            StateError: the optimizer calls it by something else than a text.
+        """
+        for name, parameter in self._parameters():
+            for kind, value in self._optimizer.state.get(parameter, {}).items():
+                if not isinstance(kind, str):
+                    raise StateError(
+                        f"optimizer/{name}: its state has the key {kind!r}, and could not be "
+                        f"loaded again; use texts as keys"
+                    )
+                yield f"{name}.{kind}", value
 
 
 def _with_rates(thing: Any) -> Any:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
-from torch.optim import SGD, lr_scheduler  # noqa: E402
+from torch.optim import SGD, Optimizer, lr_scheduler  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
 from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
@@ -936,6 +936,51 @@ def test_what_a_script_adds_to_an_object_before_an_update_is_seen_though_it_is_n
     else:
         state["losses"].append(0.5)
     assert framework.state.changed_in_step().startswith("extra={'history': ...}, its ")
+
+
+class Keeping(Optimizer):
+    """Keeps a tensor and a count of each parameter, by these keys."""
+
+    def __init__(self, parameters: Any, tensor: Any, count: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.keys = (tensor, count)
+
+    def step(self, closure: Any = None) -> None:
+        tensor, count = self.keys
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each] = {tensor: torch.ones_like(each), count: 3}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_an_optimizer_calls_by_a_name_with_a_dot_comes_back(several: bool):
+    def made() -> tuple[list[Keeping], Any]:
+        models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(1 + several)]
+        optimizers = [Keeping(each.parameters(), "exp.avg", "steps.made") for each in models]
+        return optimizers, torch_framework(models, optimizers, header_size=HEADER).state
+
+    (optimizers, before), (others, after) = made(), made()
+    for each in optimizers:
+        each.step()
+    layout = before.layout()
+    data = bytearray(layout.total_bytes)
+    before.copy_out(memoryview(data))
+    after.load(layout, memoryview(data), before.scalars())
+    for each in others:
+        parameters = each.param_groups[0]["params"]
+        assert [each.state[one].keys() for one in parameters] == [{"exp.avg", "steps.made"}] * 2
+        assert all(torch.equal(each.state[one]["exp.avg"], torch.ones_like(one))
+                   for one in parameters)  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [(0, "count"), ("average", 0)], ids=["a tensor", "a number"])
+def test_an_optimizer_whose_state_has_other_keys_than_texts_is_refused_before_it_is_saved(keys):
+    model = nn.Linear(2, 2)
+    optimizer = Keeping(model.parameters(), *keys)
+    state = torch_framework(model, optimizer, header_size=HEADER).state
+    optimizer.step()
+    with pytest.raises(StateError, match=r"optimizer/weight: its state has the key 0.*texts"):
+        state.scalars()
 
 
 class RememberingLR(lr_scheduler.LRScheduler):

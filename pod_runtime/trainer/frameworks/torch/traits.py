@@ -19,6 +19,7 @@ _OF_OPTIMIZERS = frozenset(vars(torch.optim.Optimizer([torch.zeros(0)], {}))) | 
 _PARTS = ("orig", "g", "v")  # of a weight, as spectral_norm, prune and weight_norm name them
 _WATCH = "train"  # an attribute that stands before the method while modes are watched
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def has_extra_state(thing: Any) -> bool:
@@ -139,6 +140,7 @@ class TorchTraits(BaseTraits):
     def _read_optimizer(self, who: str, optimizer: Any) -> dict[str, Any]:
         found = super()._read_optimizer(who, optimizer)
         groups = optimizer.param_groups
+        found[f"hooks of {who}"] = [len(getattr(optimizer, name)) for name in _HOOKS_OF_OPTIMIZERS]
         found[f"parameters of {who}"] = [len(group["params"]) for group in groups]
         if not self._is_of_framework(optimizer):
             owned = {each for group in groups for each in group["params"]}

@@ -983,6 +983,17 @@ def test_an_optimizer_whose_state_has_other_keys_than_texts_is_refused_before_it
         state.scalars()
 
 
+def test_hooks_that_an_optimizer_gets_as_the_training_goes_on_are_named():
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)  # before the loop: in every process
+    state = torch_framework(model, optimizer, header_size=HEADER).state
+    assert state.uncarried_changes() == []
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert state.uncarried_changes() == ["hooks of the optimizer"]
+    assert state.uncarried_changes() == []
+
+
 class RememberingLR(lr_scheduler.LRScheduler):
     """Halves the rate at each step, and keeps a list of what it has done."""
 

@@ -11,8 +11,10 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers, is_written_in_part
 from pod_runtime.trainer.frameworks.torch.tensors import of_model
 
+# A script may have set another type, and another device, for tensors that it makes.
+_PROBE = torch.zeros(1, dtype=torch.float32, device="cpu")
 # `numpy()` would do, but such a tensor cannot be resized again, as some scripts do with buffers.
-_SHARES = bool(np.from_dlpack(torch.zeros(1)).flags.writeable)  # False: numpy before 2.1
+_SHARES = bool(np.from_dlpack(_PROBE).flags.writeable)  # False: numpy before 2.1
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -358,7 +360,9 @@ class TorchGradientExchange:
         self._loss, self._unusual = self._front[header_size], self._front[header_size + 1]
         self._on_host = device.type == "cpu"  # there the front is written in place
         self._written = (
-            self._front if self._on_host else torch.zeros(front_size, dtype=torch.float64)
+            self._front
+            if self._on_host
+            else torch.zeros(front_size, dtype=torch.float64, device="cpu")
         )
         self._numbers = self._written.numpy()
 
@@ -399,7 +403,8 @@ class TorchGradientExchange:
             unusual, self._shards = map(round, found[after : after + 2])
             after += 2
             if unusual:
-                sums = torch.as_tensor(changes[torch.int64] + 0)
+                sums = changes[torch.int64] + 0
+                sums = torch.from_numpy(sums) if self._on_host else sums
                 reduce(sums)
                 self._sums = sums.numpy() if self._on_host else sums
         self._presence = found[after:]

@@ -119,7 +119,7 @@ def make_tensor(source: Any, spec: StateTensor) -> Any:
     piece = source[spec.offset : spec.offset + spec.size_bytes].copy()
     dtype = getattr(torch, spec.dtype)
     if not piece.size:
-        return torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu")
     return torch.from_numpy(piece).view(dtype).reshape(spec.shape)
 
 

@@ -1,8 +1,10 @@
 """The parts for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
 
 import copy
+import importlib.util
 import json
 import re
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler  # noqa: E402
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
 from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
 from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec  # noqa: E402
+from pod_runtime.trainer.frameworks.torch import gradients  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.framework import torch_framework  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchGradientExchange,
@@ -31,9 +34,11 @@ from pod_runtime.trainer.frameworks.torch.state import TorchOptimizer  # noqa: E
 from pod_runtime.trainer.frameworks.torch.tensors import (  # noqa: E402
     fingerprint,
     from_plain,
+    make_tensor,
     to_plain,
 )
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits  # noqa: E402
+from pod_runtime.trainer.layout import StateTensor  # noqa: E402
 
 HEADER = 3
 
@@ -992,6 +997,29 @@ def test_hooks_that_an_optimizer_gets_as_the_training_goes_on_are_named():
     optimizer.register_step_post_hook(lambda *_: None)
     assert state.uncarried_changes() == ["hooks of the optimizer"]
     assert state.uncarried_changes() == []
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.bfloat16), ("meta", torch.float32)], ids=["type", "device"]
+)
+def test_what_the_script_makes_tensors_of_is_its_own_affair(device: str, dtype: Any):
+    """The loop imports its part for PyTorch when the script has set that."""
+    spec = importlib.util.spec_from_file_location("gradients_again", gradients.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
+    try:
+        spec.loader.exec_module(again)
+        nothing = StateTensor(name="a", dtype="int64", shape=(0,), offset=0)
+        empty = make_tensor(np.zeros(0, np.uint8), nothing)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        del sys.modules[spec.name]
+    assert again._SHARES == gradients._SHARES
+    assert empty.device.type == "cpu"
 
 
 class RememberingLR(lr_scheduler.LRScheduler):

@@ -135,7 +135,7 @@ class GradientMarks:
             raise UsageError(
                 "optimizer: the script steps it by the gradients of step.backward(loss), which are "
                 "this trainer's part, and step.update() steps it once more. Leave optimizer.step() "
-                "out: step.update() does that, and clears the gradients"
+                "or minimize() out: step.update() does that, and clears the gradients"
             )
 
     def check(self) -> None:

@@ -29,15 +29,15 @@ from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 
 
 class CheckedStep:
-    """An optimizer's `step`, which the script leaves to the loop."""
+    """An optimizer's `step` or `minimize`, which the script leaves to the loop."""
 
     def __init__(self, step: Any, marks: GradientMarks) -> None:
         self._step, self._marks = step, marks
 
-    def __call__(self) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Raises UsageError: the script calls it amid a step of the loop."""
         self._marks.check_step()
-        return self._step()
+        return self._step(*arguments, **options)
 
 
 class PaddleStep:
@@ -75,6 +75,7 @@ class PaddleStep:
         mine = [each for each in model.parameters() if id(each) in owned]  # frozen ones, too
         self._marks = gradient_marks(mine, on_host)
         optimizer.step = CheckedStep(optimizer.step, self._marks)
+        optimizer.minimize = CheckedStep(optimizer.minimize, self._marks)
         self._parameters = model.parameters() if is_alone else mine
         self._frozen = self._what_is_frozen()
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}

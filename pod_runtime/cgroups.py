@@ -92,9 +92,14 @@ def available_memory(proc: Path = _PROC) -> int:
     return left if limit is None else min(left, limit.available)
 
 
+def peak_memory(proc: Path = _PROC) -> int:
+    """Return how many bytes this process once had in memory."""
+    return _kilobytes(proc / "status", "VmHWM")
+
+
 def freed_since_peak(proc: Path = _PROC) -> int:
     """Return how many bytes less this process has in memory than it once had."""
-    return _kilobytes(proc / "status", "VmHWM") - _kilobytes(proc / "status", "VmRSS")
+    return peak_memory(proc) - _kilobytes(proc / "status", "VmRSS")
 
 
 def oom_kills(proc: Path = _PROC) -> OomKills | None:

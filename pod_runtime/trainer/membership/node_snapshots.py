@@ -203,8 +203,9 @@ class NodeSnapshots:
         if self.complete != self.now:
             self._write_rescued()
         newest = None if self._segment is None else read_newest(self._segment.fd)
-        if self.is_first and newest is not None:
+        if self.is_first and self._segment is not None and newest is not None:
             self._give(newest.digest)
+            self._segment.flush()
 
     def _write_rescued(self) -> None:
         """Write the committed state, if it is still there and there is room for it."""
@@ -221,8 +222,11 @@ class NodeSnapshots:
             return
         layout = self._state.layout()
         meta = self._meta(layout)
-        if self._segment is None and self.is_first and self.wants_renewal:
-            self._segment, self._index = self._make(layout, meta, writers=1), 0
+        if self._segment is None and self.is_first:
+            # The trainers that follow need the memory that those who are gone have left.
+            successors = len(self._node)
+            self._segment = self._make(layout, meta, writers=1, successors=successors)
+            self._index = 0
         if self._segment is not None and self._segment.fits(len(meta), layout.total_bytes):
             self._segment.write_whole(self._state, layout, self.now, meta)
 
@@ -264,7 +268,9 @@ class NodeSnapshots:
         if old is not None:
             old.close()
 
-    def _make(self, layout: StateLayout, meta: bytes, *, writers: int) -> SnapshotSegment | None:
+    def _make(
+        self, layout: StateLayout, meta: bytes, *, writers: int, successors: int = 0
+    ) -> SnapshotSegment | None:
         """Return a segment for the state's present size; None: there is no room, which is said."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
@@ -274,7 +280,7 @@ class NodeSnapshots:
                 return prepared
             prepared.close()
         try:
-            made = make_segment(self._progress.stage, writers, layout, len(meta))
+            made = make_segment(self._progress.stage, writers, layout, len(meta), successors)
         except SnapshotError as error:
             if str(error) != self._trouble:
                 logger.error("%s", error)
@@ -331,9 +337,9 @@ def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
 
 
 def make_segment(
-    stage: int, writers: int, layout: StateLayout, meta_size: int = 0
+    stage: int, writers: int, layout: StateLayout, meta_size: int = 0, successors: int = 0
 ) -> SnapshotSegment:
-    """Return a new segment for a stage's snapshots.
+    """Return a new segment for a stage's snapshots; `successors`: as of `SnapshotSegment.make`.
 
     Raises:
         SnapshotError: there is no room for it.
@@ -344,4 +350,5 @@ def make_segment(
         writers=writers,
         meta_bytes=meta_size,
         data_bytes=layout.total_bytes,
+        successors=successors,
     )

@@ -10,10 +10,12 @@ import errno
 import fcntl
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from pod_runtime.cgroups import available_memory, freed_since_peak
+from pod_runtime.cgroups import available_memory, freed_since_peak, peak_memory
 from pod_runtime.segment_header import (
     PAGE_BYTES,
     PART_HEADER_BYTES,
@@ -58,16 +60,24 @@ class SnapshotSegment:
 
     @classmethod
     def make(
-        cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int
+        cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int, successors: int = 0
     ) -> "SnapshotSegment":
         """Make a segment that has room for states of that size, with some for their growth.
+
+        Args:
+            successors: so many trainers are to start beside it, in place of the present ones.
+                Where these leave no room for it, it is a file.
 
         Raises:
             SnapshotError: there is no room for it.
         """
         geometry = make_geometry(writers, 2 * meta_bytes + META_RESERVE, data_bytes)
-        spare = writers * freed_since_peak()  # which their next steps will need again
-        segment = cls(allocate(name, geometry.total_bytes, spare), geometry, populate=True)
+        if successors:
+            fd = allocate(name, geometry.total_bytes, successors * peak_memory(), or_file=True)
+        else:
+            spare = writers * freed_since_peak()  # which their next steps will need again
+            fd = allocate(name, geometry.total_bytes, spare)
+        segment = cls(fd, geometry, populate=not successors)  # which is written once
         segment._write(0, geometry.pack())
         return segment
 
@@ -160,6 +170,10 @@ class SnapshotSegment:
             for index in range(self.geometry.writers):
                 self._declare(slot, index, _header(layout, stamp, meta if index == 0 else b""))
 
+    def flush(self) -> None:
+        """Have one that is a file written to the disk: its memory is free for others then."""
+        self._map.flush()
+
     def close(self) -> None:
         """Close the segment; other holders of the descriptor keep it alive."""
         self._map.close()
@@ -217,23 +231,32 @@ def _locked(fd: int) -> Iterator[None]:
         os.close(own)
 
 
-def allocate(name: str, size: int, spare: int = 0) -> int:
+def allocate(name: str, size: int, spare: int = 0, *, or_file: bool = False) -> int:
     """Return a new memfd of `size` bytes, all of them allocated.
 
     Args:
         spare: bytes that must be left. The kernel would kill a process for lack of memory, and
             that could be this trainer, where a control group's limit allows no more.
+        or_file: where there is not so much memory, return a file without a name in the working
+            folder. The kernel can write its pages back.
 
     Raises:
-        SnapshotError: there is not so much memory, or a limit forbids it.
+        SnapshotError: there is not so much memory, or disk, or a limit forbids it.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    is_short = available_memory() < size + spare
+    fd = -1
     try:
-        if available_memory() < size + spare:
+        if not is_short:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        elif or_file:
+            with tempfile.TemporaryFile(dir=Path.cwd()) as file:
+                fd = os.dup(file.fileno())
+        else:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         remedy = {
             errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
             errno.ENOSPC: "free memory, or raise the container's memory limit",

@@ -1,7 +1,9 @@
 """Ranks of one node that write its snapshots together. Real processes over gloo."""
 
+import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pod_runtime.trainer.layout import StateLayout, make_layout
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
 from pod_runtime.trainer.progress.progress import TrainingProgress
+from pod_runtime.trainer.state import snapshot
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
 from tests.pod_runtime.trainer.membership.test_worlds import finish, out
 from tests.pod_runtime.trainer.states import make_status
@@ -84,6 +87,24 @@ def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended()
     newest = snapshots.complete
     assert newest is not None
     assert newest.step == progress.cursor.global_step - 1
+    snapshots.close()
+
+
+def test_a_rescue_takes_no_memory_that_the_next_trainers_need(monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 0)
+    status = make_status(step=3)
+    trained: Any = Trained()
+    group: Any = None  # of two, of which the other will be gone
+    link: Any = Told()
+    progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
+    snapshots = NodeSnapshots(group, trained, progress, link, rank=0, nodes=[[0], [1]])
+    snapshots.take(renew=True)
+    assert snapshots.complete is None, "the stage has no snapshots"
+    progress.commit_step()
+    snapshots.rescue()
+    assert snapshots.complete == snapshots.now
+    assert os.readlink(f"/proc/self/fd/{snapshots.fd}").startswith(f"{tmp_path}/")
     snapshots.close()
 
 

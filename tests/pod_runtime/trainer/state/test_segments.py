@@ -402,6 +402,31 @@ def test_a_segment_is_not_made_where_the_kernel_would_kill_for_it(monkeypatch):
         allocate("test", 2 << 20, spare=(1 << 20) + 1)
 
 
+def test_a_segment_beside_which_the_next_trainers_have_no_room_is_a_file_without_a_name(
+    monkeypatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(snapshot, "peak_memory", lambda: 1 << 20)
+    monkeypatch.setattr(snapshot, "available_memory", lambda: 3 << 20)
+    numbers = Numbers(1000).fill(7.0)
+    for successors, where in ((2, "/memfd:"), (3, f"{tmp_path}/")):
+        meta, size = meta_of(numbers, 5), numbers.layout().total_bytes
+        segment = SnapshotSegment.make(
+            "test", writers=1, meta_bytes=len(meta), data_bytes=size, successors=successors
+        )
+        assert os.readlink(f"/proc/self/fd/{segment.fd}").startswith(where)
+        segment.write_whole(numbers, numbers.layout(), stamp(5), meta)
+        segment.flush()
+        host_state = read_snapshot([segment.fd], stamp(5))
+        assert host_state is not None
+        assert np.frombuffer(host_state.data, np.float64, 1000).tolist() == [7.0] * 1000
+        segment.close()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(SnapshotError, match="no room for a snapshot segment"):
+        allocate("test", 4 << 20, or_file=True)
+
+
 def test_a_copy_for_which_there_is_no_memory_goes_to_a_file_without_a_name(
     monkeypatch, tmp_path: Path
 ):

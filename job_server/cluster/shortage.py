@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from job_server.api.wire import NodeLoad
 
@@ -10,7 +11,8 @@ LOW_MB = {"memory": 2_000, "disk": 5_000}  # ... but never who has as much as th
 SOON_S = 600.0  # nor may it be used up so soon at the present rate
 ALMOST = 0.2  # ... where no more than this share is free
 RELIEF = 2.0  # times as much, or as long: short no more
-SMOOTHED_S = 60.0
+WINDOW_S = 20.0  # of which the lowest counts: each step of a training takes memory and frees it
+_RATES = 2  # in as many windows in a row it must fall: trainers that start take much once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class Gauge:
 
     free_mb: int
     at: float
-    loss_mb_s: float = 0.0  # mean of the last minute; below 0: it grows
+    lows: tuple[tuple[float, int], ...] = ()  # when each window began, and the lowest in it
     short: str = ""  # why the node is short of it, as that began; "": it is not
 
 
@@ -46,21 +48,42 @@ def read(
         what: to be named in the text.
     """
     low = min(LOW_SHARE * total_mb, low_mb)
-    loss = 0.0 if known is None else known.loss_mb_s
-    if known is not None and now > known.at:
-        weight = 1.0 - math.exp(-(now - known.at) / SMOOTHED_S)
-        loss += weight * ((known.free_mb - free_mb) / (now - known.at) - loss)
+    lows = ((now, free_mb),) if known is None else _add(known.lows, free_mb, now)
+    loss = _loss_mb_s(lows)
     left_s = free_mb / loss if loss > 0 else math.inf
-    factor = RELIEF if known is not None and known.short else 1.0
+    factor, least_mb = 1.0, free_mb
+    if known is not None and known.short:
+        factor = RELIEF
+        recent = lows[-2:] if now - known.at < WINDOW_S else lows[-1:]
+        least_mb = min(window_mb for _, window_mb in recent)
     text = ""
-    if free_mb < low * factor:
+    if least_mb < low * factor:
         text = f"{what} is nearly used up: {_amounts(free_mb, total_mb)}"
     elif left_s < SOON_S * factor and free_mb < ALMOST * total_mb:
         minutes = max(1, round(left_s / 60))
         text = f"{what} is used up in about {minutes} min: {_amounts(free_mb, total_mb)}"
     if text and known is not None and known.short:
         text = known.short  # as it began: every heartbeat would be news
-    return Gauge(free_mb=free_mb, at=now, loss_mb_s=loss, short=text)
+    return Gauge(free_mb=free_mb, at=now, lows=lows, short=text)
+
+
+def _add(
+    lows: tuple[tuple[float, int], ...], free_mb: int, now: float
+) -> tuple[tuple[float, int], ...]:
+    """Return the windows after another look; the newest is not over yet."""
+    began, low_mb = lows[-1]
+    if now - began < WINDOW_S:
+        return (*lows[:-1], (began, min(low_mb, free_mb)))
+    return (*lows[-(_RATES + 1) :], (now, free_mb))
+
+
+def _loss_mb_s(lows: tuple[tuple[float, int], ...]) -> float:
+    """Return how fast it falls in each of the last windows that are over; 0: not in all."""
+    over = lows[:-1]
+    if len(over) <= _RATES:
+        return 0.0
+    rates = [(was - is_) / (end - began) for (began, was), (end, is_) in pairwise(over)]
+    return max(0.0, min(rates))
 
 
 def shortage(gauges: dict[str, Gauge]) -> str:

@@ -69,6 +69,34 @@ def test_a_fall_that_has_ended_is_no_shortage_any_more():
     assert changes == 1
 
 
+@pytest.mark.parametrize(
+    ("high_mb", "low_mb", "period_s", "most"),
+    [
+        (800, 500, 8, 0),  # a training whose steps take memory and free it
+        (800, 500, 50, 0),
+        (350, 60, 8, 1),  # ... and nearly all of it
+        (350, 60, 20, 1),
+    ],
+)
+def test_what_steps_take_and_free_again_is_no_fall(
+    high_mb: int, low_mb: int, period_s: int, most: int
+):
+    gauge = look(None, high_mb, 0.0, 3 * GB)
+    gauges = [gauge]
+    for second in range(1, 600):
+        free_mb = low_mb if second % period_s >= period_s * 3 // 4 else high_mb
+        gauges.append(look(gauges[-1], free_mb, float(second), 3 * GB))
+    changes = sum(bool(one.short) != bool(other.short) for one, other in pairwise(gauges))
+    assert changes <= most
+
+
+def test_what_trainers_take_once_as_they_start_is_no_fall():
+    gauge = look(None, 19 * GB, 0.0)
+    for second in range(1, 120):
+        gauge = look(gauge, 19 * GB - min(second, 20) * 500, float(second))
+        assert gauge.short == ""
+
+
 def test_memory_and_disk_are_told_apart_and_what_is_not_known_is_no_shortage():
     load = NodeLoad(
         memory_used_mb=10, memory_total_mb=100 * GB, disk="/pods", disk_free_mb=1000,

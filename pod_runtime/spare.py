@@ -6,8 +6,9 @@ Started by the launcher, at a low priority perhaps, to which it says `ready` on 
 `ready forks` where a fork of it can train. From then on it has the priority NICE. For a trainer the
 launcher sends one JSON line: {"argv", "env", "log", "fork", "mark"}. The spare runs that training
 script as `trainer_main` does: itself, or in a fork, which says {"pid"}. A spare that forks is never
-used up. ROOM are as many blanks as a trainer needs to show its own command line in place of this
-one. Standard library only, except for MODULE...
+used up. Once what it has imported was changed on the disk, as by an update, it starts the script in
+a new interpreter, as if there were no spare, and ends. ROOM are as many blanks as a trainer needs
+to show its own command line in place of this one. Standard library only, except for MODULE...
 """
 
 import contextlib
@@ -25,10 +26,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pod_runtime import trainer_main
 from pod_runtime.processes import die_with_parent, set_priority
 from pod_runtime.trainer_main import keep_sigterm_quiet, run
 
 MARK = "EDL_SPARE"  # in the environment of a spare and of what it starts: tells whose they are
+Stamps = dict[str, tuple[int, int] | None]  # None: the file is not there
+_OURS = ("edl", "job_server", "pod_runtime")
 _MEMORY_DEVICES = 1  # major number of /dev/null, /dev/urandom and their like
 _ARG_BEGIN, _ARG_END, _ENV_BEGIN, _ENV_END = range(45, 49)  # in /proc/self/stat, behind the name
 
@@ -41,15 +45,43 @@ def main(argv: Sequence[str]) -> None:
     preload(argv[2:-1])
     gc.enable()
     gc.collect()
+    imported = stamps()
     gc.freeze()  # no collection of a trainer looks through these objects, nor copies them in a fork
     set_priority(int(argv[1]))
     forks = can_fork()
     with contextlib.suppress(OSError):  # the launcher did not wait, and has sent its order
         launcher.sendall(b"ready forks\n" if forks else b"ready\n")
-    order = wait_for_order(launcher, launcher_pid)
+    order = wait_for_order(launcher, launcher_pid, imported)
     launcher.close()
     if order is not None:  # else the launcher does not need it, or is gone
-        become_trainer(order)
+        become_trainer(order, imported)
+
+
+def stamps() -> Stamps:
+    """Return by path when the files of what is imported were changed, and their sizes.
+
+    Of EDL all of them, of each other package the first one.
+    """
+    files = {
+        name: getattr(module, "__dict__", {}).get("__file__")
+        for name, module in list(sys.modules.items())
+        if "." not in name or name.partition(".")[0] in _OURS
+    }
+    return {path: _stamp(path) for path in files.values() if path is not None}
+
+
+def is_outdated(imported: Stamps) -> bool:
+    """Whether a file of what is imported was changed since `stamps`."""
+    return any(_stamp(path) != stamp for path, stamp in imported.items())
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """Return None for a file that is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def can_fork() -> bool:
@@ -73,7 +105,9 @@ def _is_device(fd: int) -> bool:
     return stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) != _MEMORY_DEVICES
 
 
-def wait_for_order(launcher: socket.socket, launcher_pid: int) -> dict[str, object] | None:
+def wait_for_order(
+    launcher: socket.socket, launcher_pid: int, imported: Stamps
+) -> dict[str, object] | None:
     """Return, in the process that is to be a trainer, the order for it. None: there is none."""
     with launcher.makefile("r", encoding="utf-8") as lines:
         for line in lines:
@@ -86,6 +120,8 @@ def wait_for_order(launcher: socket.socket, launcher_pid: int) -> dict[str, obje
                 # A launcher that did not wait for this has ended the spare, and reads no more.
                 launcher.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
                 return order
+            if is_outdated(imported):
+                break  # the launcher starts one that imports what is there now
     return None
 
 
@@ -157,7 +193,7 @@ def preload(modules: Iterable[str]) -> None:
             sys.stderr.write(f"spare: --preload: {name} is left out: {error}\n")
 
 
-def become_trainer(order: dict[str, object]) -> None:
+def become_trainer(order: dict[str, object], imported: Stamps) -> None:
     """Run the script that `order` names, in its environment, with its log."""
     argv, env, log = order["argv"], order["env"], order["log"]
     assert isinstance(argv, list)
@@ -168,6 +204,8 @@ def become_trainer(order: dict[str, object]) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    if is_outdated(imported):  # its peers of other pods have the new version
+        os.execve(sys.executable, [sys.executable, trainer_main.__file__, *argv], env)
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)

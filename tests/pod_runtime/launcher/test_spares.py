@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,13 +83,21 @@ def ready(spares: Spares, env: dict[str, str] | None = None) -> Spare:
     return spare
 
 
-def start(spares: Spares, script: Path, *args: str) -> TrainerProcess:
+def start(
+    spares: Spares, script: Path, *args: str, env: dict[str, str] | None = None
+) -> TrainerProcess:
     return TrainerProcess(
         stage=4,
         attempt=0,
         rank=2,
         argv=(sys.executable, str(script), *args),
-        env={"PATH": os.environ["PATH"], "NEW": "2", "EDL_STAGE": "4", "PADDLE_TRAINER_ID": "2"},
+        env={
+            "PATH": os.environ["PATH"],
+            "NEW": "2",
+            "EDL_STAGE": "4",
+            "PADDLE_TRAINER_ID": "2",
+            **(env or {}),
+        },
         log_path=script.parent / "trainer.log",
         spares=spares,
     )
@@ -169,6 +178,36 @@ def test_a_spare_forks_only_where_a_fork_loses_nothing(spares, script, imported,
     assert list(spares) == ([spare] if forks else [])
     assert end(trainer) == 0, trainer.last_words()
     assert told(script)["argv"] == [str(script)]
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_trainers_of_a_spare_have_the_version_that_is_on_the_disk(monkeypatch, tmp_path, forks):
+    monkeypatch.chdir(tmp_path)  # of which `python -m` takes its modules first
+    for package in ("pod_runtime", "job_server"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    version = tmp_path / "pod_runtime" / "trainer" / "version.py"
+    thread = "import _thread, time\n_thread.start_new_thread(time.sleep, (600,))\n"
+    version.write_text("VERSION = 1\n" + thread * (not forks))
+    script = tmp_path / "tell.py"
+    script.write_text(
+        "import os\nfrom pod_runtime.trainer.version import VERSION\n"
+        "print('TOLD', VERSION, os.environ['NEW'], os.environ['PADDLE_TRAINER_ID'])\n"
+    )
+    spares = Spares(("pod_runtime.trainer.version",), tmp_path / "log")
+    try:
+        path = {"PYTHONPATH": str(tmp_path)}
+        spare = ready(spares, path)
+        assert spare.forks == forks
+        if forks:
+            assert end(start(spares, script, env=path)) == 0
+        version.write_text("VERSION = 22\n")
+        assert end(trainer := start(spares, script, env=path)) == 0, trainer.last_words()
+        log = (tmp_path / "trainer.log").read_text()
+        assert log == "TOLD 1 2 2\n" * forks + "TOLD 22 2 2\n"
+        assert trainer.marks[MARK]
+        wait_until(lambda: not spare.receive() if forks else spare not in spares)
+    finally:
+        spares.end_all()
 
 
 def test_a_script_behind_a_link_finds_what_lies_beside_it(spares, script):

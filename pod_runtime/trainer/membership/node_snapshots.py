@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from job_server.api.wire import SnapshotRef, StagePlan
+from pod_runtime.cgroups import freed_since_peak, peak_memory
 from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.segment_header import Stamp, read_newest
 from pod_runtime.trainer.errors import SnapshotError
@@ -224,8 +225,8 @@ class NodeSnapshots:
         meta = self._meta(layout)
         if self._segment is None and self.is_first:
             # The trainers that follow need the memory that those who are gone have left.
-            successors = len(self._node)
-            self._segment = self._make(layout, meta, writers=1, successors=successors)
+            spare = len(self._node) * peak_memory()
+            self._segment = self._make(layout, meta, writers=1, spare=spare, or_file=True)
             self._index = 0
         if self._segment is not None and self._segment.fits(len(meta), layout.total_bytes):
             self._segment.write_whole(self._state, layout, self.now, meta)
@@ -250,9 +251,14 @@ class NodeSnapshots:
         """Make a segment for the state's present size, and find out which ranks can write it."""
         self._wants_renewal, self._given, self._taken = False, False, None
         old, self._segment = self._segment, None
+        # What the node's next steps will need again. No rank is amid a step once all have met.
+        freed = np.zeros(self._world_size)
+        freed[self._rank] = freed_since_peak()
+        if not self._are_alone:
+            self._group.all_reduce(freed)
         if self.is_first:
-            meta = self._meta(layout)
-            self._segment = self._make(layout, meta, writers=len(self._node))
+            meta, spare = self._meta(layout), int(freed[list(self._node)].sum())
+            self._segment = self._make(layout, meta, writers=len(self._node), spare=spare)
         joined = [self._rank] if self._segment is not None else []
         if not self._are_alone:
             joined = self._join(layout)
@@ -269,7 +275,7 @@ class NodeSnapshots:
             old.close()
 
     def _make(
-        self, layout: StateLayout, meta: bytes, *, writers: int, successors: int = 0
+        self, layout: StateLayout, meta: bytes, *, writers: int, spare: int, or_file: bool = False
     ) -> SnapshotSegment | None:
         """Return a segment for the state's present size; None: there is no room, which is said."""
         prepared, self._prepared = self._prepared, None
@@ -280,7 +286,9 @@ class NodeSnapshots:
                 return prepared
             prepared.close()
         try:
-            made = make_segment(self._progress.stage, writers, layout, len(meta), successors)
+            made = make_segment(
+                self._progress.stage, writers, layout, len(meta), spare=spare, or_file=or_file
+            )
         except SnapshotError as error:
             if str(error) != self._trouble:
                 logger.error("%s", error)
@@ -337,9 +345,19 @@ def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
 
 
 def make_segment(
-    stage: int, writers: int, layout: StateLayout, meta_size: int = 0, successors: int = 0
+    stage: int,
+    writers: int,
+    layout: StateLayout,
+    meta_size: int = 0,
+    *,
+    spare: int | None = None,
+    or_file: bool = False,
 ) -> SnapshotSegment:
-    """Return a new segment for a stage's snapshots; `successors`: as of `SnapshotSegment.make`.
+    """Return a new segment for a stage's snapshots.
+
+    Args:
+        spare: as of `allocate`; None: what so many trainers as this one have freed.
+        or_file: as of `allocate`.
 
     Raises:
         SnapshotError: there is no room for it.
@@ -350,5 +368,6 @@ def make_segment(
         writers=writers,
         meta_bytes=meta_size,
         data_bytes=layout.total_bytes,
-        successors=successors,
+        spare=writers * freed_since_peak() if spare is None else spare,
+        or_file=or_file,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pod_runtime.cgroups import available_memory, freed_since_peak, peak_memory
+from pod_runtime.cgroups import available_memory
 from pod_runtime.segment_header import (
     PAGE_BYTES,
     PART_HEADER_BYTES,
@@ -60,24 +60,26 @@ class SnapshotSegment:
 
     @classmethod
     def make(
-        cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int, successors: int = 0
+        cls,
+        name: str,
+        *,
+        writers: int,
+        meta_bytes: int,
+        data_bytes: int,
+        spare: int = 0,
+        or_file: bool = False,
     ) -> "SnapshotSegment":
         """Make a segment that has room for states of that size, with some for their growth.
 
         Args:
-            successors: so many trainers are to start beside it, in place of the present ones.
-                Where these leave no room for it, it is a file.
+            spare, or_file: as of `allocate`.
 
         Raises:
             SnapshotError: there is no room for it.
         """
         geometry = make_geometry(writers, 2 * meta_bytes + META_RESERVE, data_bytes)
-        if successors:
-            fd = allocate(name, geometry.total_bytes, successors * peak_memory(), or_file=True)
-        else:
-            spare = writers * freed_since_peak()  # which their next steps will need again
-            fd = allocate(name, geometry.total_bytes, spare)
-        segment = cls(fd, geometry, populate=not successors)  # which is written once
+        fd = allocate(name, geometry.total_bytes, spare, or_file=or_file)
+        segment = cls(fd, geometry, populate=not or_file)  # which is written once
         segment._write(0, geometry.pack())
         return segment
 

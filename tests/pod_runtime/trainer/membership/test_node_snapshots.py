@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pod_runtime.segment_header import read_geometry, read_slots
+from pod_runtime.segment_header import make_geometry, read_geometry, read_slots
 from pod_runtime.trainer.layout import StateLayout, make_layout
+from pod_runtime.trainer.membership import node_snapshots
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
 from pod_runtime.trainer.progress.progress import TrainingProgress
@@ -100,11 +101,51 @@ def test_a_rescue_takes_no_memory_that_the_next_trainers_need(monkeypatch, tmp_p
     progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
     snapshots = NodeSnapshots(group, trained, progress, link, rank=0, nodes=[[0], [1]])
     snapshots.take(renew=True)
-    assert snapshots.complete is None, "the stage has no snapshots"
+    before = snapshots.complete
     progress.commit_step()
     snapshots.rescue()
+    assert before is None, "the stage has no snapshots"
     assert snapshots.complete == snapshots.now
     assert os.readlink(f"/proc/self/fd/{snapshots.fd}").startswith(f"{tmp_path}/")
+    snapshots.close()
+
+
+class Pair:
+    """The exchange of rank 0 with rank 1, which has freed 1 MiB, and has nothing else to say."""
+
+    def __init__(self) -> None:
+        self.said = [1 << 20]
+
+    def all_reduce(self, array: Any) -> None:
+        array[1] += self.said.pop() if self.said else 0
+
+
+@pytest.mark.parametrize(("left", "is_made"), [(3 << 20, True), ((3 << 20) - 4096, False)])
+def test_a_segment_leaves_what_all_ranks_of_the_node_will_need_again(
+    monkeypatch, left: int, is_made: bool
+):
+    status = make_status(step=3)
+    trained: Any = Trained()
+    group: Any = Pair()
+    link: Any = Told()
+    progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
+    snapshots = NodeSnapshots(group, trained, progress, link, rank=0, nodes=[[0, 1]])
+    monkeypatch.setattr(node_snapshots, "freed_since_peak", lambda: 2 << 20)
+    size = 0
+
+    def available() -> int:
+        return left + size
+
+    def geometry(*args: int) -> Any:
+        nonlocal size
+        made = make_geometry(*args)
+        size = made.total_bytes
+        return made
+
+    monkeypatch.setattr(snapshot, "make_geometry", geometry)
+    monkeypatch.setattr(snapshot, "available_memory", available)
+    snapshots.take(renew=True)
+    assert (snapshots.complete is not None) == is_made
     snapshots.close()
 
 

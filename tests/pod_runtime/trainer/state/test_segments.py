@@ -406,16 +406,15 @@ def test_a_segment_beside_which_the_next_trainers_have_no_room_is_a_file_without
     monkeypatch, tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(snapshot, "peak_memory", lambda: 1 << 20)
     monkeypatch.setattr(snapshot, "available_memory", lambda: 3 << 20)
     numbers = Numbers(1000).fill(7.0)
-    for successors, where in ((2, "/memfd:"), (3, f"{tmp_path}/")):
+    for spare, where in ((2 << 20, "/memfd:"), (3 << 20, f"{tmp_path}/")):
         meta, size = meta_of(numbers, 5), numbers.layout().total_bytes
         segment = SnapshotSegment.make(
-            "test", writers=1, meta_bytes=len(meta), data_bytes=size, successors=successors
+            "test", writers=1, meta_bytes=len(meta), data_bytes=size, spare=spare, or_file=True
         )
         assert os.readlink(f"/proc/self/fd/{segment.fd}").startswith(where)
-        segment.write_whole(numbers, numbers.layout(), stamp(5), meta)
+        segment.write_whole(numbers, numbers.layout(), stamp(5), meta)  # type: ignore[arg-type]
         segment.flush()
         host_state = read_snapshot([segment.fd], stamp(5))
         assert host_state is not None

@@ -178,15 +178,17 @@ class CheckpointStore:
         """Write and remove a small file: a training that begins would keep nothing otherwise.
 
         Raises:
-            CheckpointError: nothing can be written there.
+            CheckpointError: nothing can be written there, or be deleted.
         """
+        done, remedy = "written", "make it writable"
         try:
             self.storage.write(_PROBE, [b"made to see whether checkpoints can be written\n"])
+            done, remedy = "cleaned of old checkpoints", "allow to delete there"
             self.storage.remove(_PROBE)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint: {self.storage.name} cannot be written: {error.strerror or error}; "
-                f"make it writable, or give another path"
+                f"checkpoint: {self.storage.name} cannot be {done}: {error.strerror or error}; "
+                f"{remedy}, or give another path"
             ) from error
 
     def continue_newest(self) -> tuple[HostState, CheckpointId] | None:

@@ -303,6 +303,18 @@ def test_a_path_that_cannot_be_written_is_said_with_the_reason(tmp_path):
         store.check_writable()
 
 
+def test_a_store_that_denies_deletes_alone_is_said_to(tmp_path):
+    store = CheckpointStore(open_storage(tmp_path))
+
+    def denied(path: str) -> None:
+        raise PermissionError("Access Denied")
+
+    store.storage.remove = denied  # type: ignore[method-assign]
+    text = r"cannot be cleaned of old checkpoints: Access Denied; allow to delete there, or give"
+    with pytest.raises(CheckpointError, match=text):
+        store.check_writable()
+
+
 def test_a_checkpoint_that_fails_does_not_cost_those_before(tmp_path):
     store = CheckpointStore(open_storage(tmp_path), keep=1)
     store.write(make_host_state(step=1, fill=1.0))

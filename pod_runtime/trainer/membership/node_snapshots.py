@@ -97,6 +97,11 @@ class NodeSnapshots:
         return self._segment is not None or self.wants_renewal
 
     @property
+    def can_rescue(self) -> bool:
+        """The committed state is in no snapshot, and `rescue` may put it into one."""
+        return (self.can_take or self.is_first) and self.complete != self.now
+
+    @property
     def trouble(self) -> str | None:
         """Why rank 0's node has no snapshots; "": it has. None: not known yet, or another rank."""
         return self._trouble if self._rank == 0 else None

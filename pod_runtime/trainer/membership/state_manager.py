@@ -156,8 +156,7 @@ class StateManager:
     @property
     def is_kept(self) -> bool:
         """The committed state is in a snapshot, or cannot be put into one."""
-        snapshots = self._snapshots
-        return not snapshots.can_take or snapshots.complete == snapshots.now
+        return not self._snapshots.can_rescue
 
     # --- best checkpoints
 

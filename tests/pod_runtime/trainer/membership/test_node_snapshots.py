@@ -103,8 +103,10 @@ def test_a_rescue_takes_no_memory_that_the_next_trainers_need(monkeypatch, tmp_p
     snapshots.take(renew=True)
     before = snapshots.complete
     progress.commit_step()
+    before_rescue = snapshots.can_rescue
     snapshots.rescue()
     assert before is None, "the stage has no snapshots"
+    assert (before_rescue, snapshots.can_rescue) == (True, False)
     assert snapshots.complete == snapshots.now
     assert os.readlink(f"/proc/self/fd/{snapshots.fd}").startswith(f"{tmp_path}/")
     snapshots.close()

@@ -242,14 +242,15 @@ class PaddleOptimizer:
         return known
 
     def _make_accumulators(self, owners: Collection[str]) -> None:
-        """Make the accumulators of some parameters, where the state lacks those of others.
+        """Make the accumulators of these parameters; of an optimizer without such, nothing.
 
-        Paddle would make them at its next step, from what was laid aside, and refuse a parameter
-        that was frozen so far: it has nothing there.
+        Paddle would make them at its next step, from what was laid aside by names: it refuses a
+        parameter that was frozen so far, as it has nothing there, and numbers accumulators anew
+        where an optimizer before this one had the parameter.
         """
         mine = optimizer_parameters(self._optimizer)
         stateful = [each for each in mine if self._structured[each.name] in owners]
-        if stateful and len(stateful) < len(mine):
+        if stateful:
             self._optimizer._accumulators_holder = {}
             if self._optimizer.helper is None:  # Paddle 2.6 makes it at the first step alone
                 kind = type(self._optimizer).__name__

@@ -175,6 +175,31 @@ def test_a_layer_that_is_frozen_where_a_process_begins_keeps_its_accumulators(ki
     assert train(anew=True) == train(anew=False)
 
 
+@pytest.mark.parametrize("kind", ["Momentum", "AdamW"])
+def test_a_state_goes_on_where_another_optimizer_has_stepped_the_model_before(kind: str):
+    """Paddle numbers the accumulators of the second one otherwise: w_0_moment1_1."""
+
+    def made() -> tuple[Framework, Any]:
+        paddle.seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        before = getattr(paddle.optimizer, kind)(0.1, parameters=model.parameters())
+        model(paddle.ones([2, 4])).mean().backward()
+        before.step()
+        before.clear_grad(set_to_zero=False)
+        optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=model.parameters())
+        return paddle_framework(model, optimizer, header_size=HEADER), model
+
+    framework, model = made()
+    step(framework, model, 0)
+    layout, data, scalars = take(framework)
+    other, other_model = made()
+    other.state.load(layout, memoryview(data), scalars)
+    assert take(other)[1:] == (data, scalars)
+    for each, of in ((framework, model), (other, other_model)):
+        step(each, of, 1)
+    assert take(other)[1] == take(framework)[1]
+
+
 def test_a_state_is_keyed_by_structured_names():
     framework, model, _optimizer, _scheduler = make("momentum")
     step(framework, model, 1)

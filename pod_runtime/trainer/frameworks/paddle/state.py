@@ -42,6 +42,7 @@ from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import StateTensor
 
 _MASTER = "master_weight"
+_NUMBER = "a number", None  # in place of a schedule
 _SUFFIX = re.compile(r"_\d+\Z")
 
 
@@ -59,9 +60,12 @@ class PaddleState(BaseState):
         scaler: Any | None,
         extra: Mapping[str, Any],
     ) -> None:
+        self._paddle_optimizers = [PaddleOptimizer(model, each) for each in optimizers]
+        self._schedules = self._schedules_now()  # as built; then as at the first step
+        self._has_begun = False  # the script has come to its first step
         super().__init__(
             tensors,
-            [PaddleOptimizer(model, each) for each in optimizers],
+            self._paddle_optimizers,
             PaddleTraits(model, optimizers),
             buffers,
             unowned,
@@ -78,6 +82,35 @@ class PaddleState(BaseState):
         kept = self._buffers.kept(self._statistics)
         with self._traits.evaluating(), paddle.no_grad(), kept:
             yield
+
+    def uncarried_changes(self) -> list[str]:
+        if not self._has_begun:  # the script has come to its first step
+            self._has_begun = True
+            now = self._schedules_now()
+            # A state of a schedule is refused where the optimizer is built with a number.
+            pairs = zip(self._schedules, now, strict=True)
+            self._schedules = [built if _NUMBER in (built, each) else each for built, each in pairs]
+        return super().uncarried_changes()
+
+    def note_committed(self, *, of_epoch: bool = False) -> None:
+        if self._has_begun:
+            self._check_schedules()
+        super().note_committed(of_epoch=of_epoch)
+
+    def _schedules_now(self) -> list[tuple[str, Any]]:
+        return [each.schedule() for each in self._paddle_optimizers]
+
+    def _check_schedules(self) -> None:
+        for before, now in zip(self._schedules, self._schedules_now(), strict=True):
+            if before != now:
+                raise UsageError(
+                    f"optimizer: it has another schedule ({now[0]}) than the training has begun "
+                    f"with ({before[0]}): a trainer that starts later would go on by that, or not "
+                    f"at all. Give the optimizer its schedule before Loop(...). Where another is "
+                    f"to follow, write one that knows both (a paddle.optimizer.lr.LRScheduler may "
+                    f"hold others), or end this Loop there (epochs=), and go on in a second one, "
+                    f"with a checkpoint= of its own"
+                )
 
     def _model_tensors(self) -> list[tuple[str, Any]]:
         return self._of_model
@@ -140,6 +173,14 @@ class PaddleOptimizer:
     def note_committed(self) -> None:
         """Remember the scheduler's state or the learning rate as it is."""
         self._committed = own_copy(self._now())
+
+    def schedule(self) -> tuple[str, Any]:
+        """Return the kind of its schedule, and the code of the function of a LambdaDecay."""
+        rate = self._scheduler()
+        if rate is None:
+            return _NUMBER
+        code = getattr(getattr(rate, "lr_lambda", None), "__code__", None)
+        return type(rate).__name__, code
 
     def sizes(self) -> list[int]:
         """Return how many parameters each of its groups has."""

@@ -1,7 +1,9 @@
 """What trains besides the loop's optimizer, and gradients that a script touches, is refused."""
 
 import logging
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import paddle
@@ -207,6 +209,52 @@ def test_layers_may_be_frozen_and_unfrozen_but_not_given_to_the_optimizer_later(
     kept = two.weight.numpy()
     run()
     assert not (two.weight.numpy() == kept).all()
+
+
+def exponential() -> Any:
+    return paddle.optimizer.lr.ExponentialDecay(0.01, 0.9)
+
+
+def cosine() -> Any:
+    return paddle.optimizer.lr.CosineAnnealingDecay(0.01, 10)
+
+
+def flat() -> Any:
+    return paddle.optimizer.lr.LambdaDecay(0.01, lambda _epoch: 1.0)
+
+
+def falling() -> Any:
+    return paddle.optimizer.lr.LambdaDecay(0.01, lambda epoch: 0.9**epoch)
+
+
+@pytest.mark.parametrize(
+    ("build", "follow", "at", "said"),
+    [
+        (cosine, exponential, 4, "(ExponentialDecay) than the training has begun with (Cosine"),
+        (lambda: 0.01, cosine, 4, "(CosineAnnealingDecay) than the training has begun with (a n"),
+        (lambda: 0.01, cosine, 0, "(CosineAnnealingDecay) than the training has begun with (a n"),
+        (falling, flat, 4, "(LambdaDecay) than the training has begun with (LambdaDecay)"),
+        (falling, falling, 4, ""),
+        (exponential, cosine, -1, ""),  # in each process, before the state is loaded once more
+    ],
+)
+def test_a_schedule_of_another_kind_may_not_follow_amid_a_training(
+    build: Any, follow: Any, at: int, said: str
+) -> None:
+    one, _two, _both = networks()
+    optimizer = paddle.optimizer.SGD(build(), parameters=one.parameters())
+    loop = elastic.Loop(one, optimizer, Data(), epochs=1, batch_size=6)
+    if at < 0:
+        optimizer.set_lr_scheduler(follow())
+    refused = pytest.raises(elastic.UsageError, match=re.escape(said)) if said else nullcontext()
+    with refused:
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward(one(batch).mean())
+                step.update()
+                if step.number == at:
+                    optimizer.set_lr_scheduler(follow())
 
 
 # --- gradients

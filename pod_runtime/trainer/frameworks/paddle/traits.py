@@ -146,6 +146,8 @@ class PaddleTraits(BaseTraits):
         found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
         for name, parameter in self._model.named_parameters():
             found[f"parameter/{name}"] = parameter
+            if hasattr(regularizer := getattr(parameter, "regularizer", None), "__dict__"):
+                found[f"regularizer/{name}"] = regularizer
         for number, optimizer in enumerate(self._optimizers):
             found |= self._owners_of(optimizer, f" {number}" if number else "")
         return found
@@ -159,6 +161,9 @@ class PaddleTraits(BaseTraits):
         for index, group in enumerate(getattr(optimizer, "_param_groups", None) or []):
             if isinstance(group, dict):
                 found[f"optimizer{number}/group {index}"] = group
+                for name in ("grad_clip", "weight_decay"):
+                    if hasattr(group.get(name), "__dict__"):
+                        found[f"optimizer{number}/group {index}/{name}"] = group[name]
         scheduler, path = optimizer._learning_rate, f"scheduler{number}"
         if isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
             found[path] = scheduler
@@ -192,6 +197,9 @@ class PaddleTraits(BaseTraits):
         found = super()._read_structure()
         for number, optimizer in enumerate(self._optimizers):
             found |= self._structure_of(optimizer, f" {number}" if number else "")
+        for name, parameter in self._model.named_parameters():
+            kind = type(getattr(parameter, "regularizer", None))
+            found[f"parameter {name}'s regularizer"] = kind
         return found
 
     def _structure_of(self, optimizer: Any, number: str) -> dict[str, Any]:
@@ -204,6 +212,9 @@ class PaddleTraits(BaseTraits):
             len(each["params"]) if isinstance(each, dict) else 1
             for each in getattr(optimizer, "_param_groups", None) or []
         ]
+        for index, group in enumerate(getattr(optimizer, "_param_groups", None) or []):
+            if isinstance(group, dict):
+                found[f"{who} grad_clip of group {index}"] = type(group.get("grad_clip"))
         for path, thing in self._owners_of(optimizer, number).items():
             if path.startswith("scheduler"):
                 found |= self._structure_of_scheduler(f"{who} {type(thing).__name__}", thing)

@@ -195,6 +195,34 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
     assert traits.changed() == {}
 
 
+def test_clipping_and_decay_of_groups_are_carried_too():
+    def built() -> tuple[Any, Any]:
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        decay, clip = paddle.regularizer.L1Decay(0.1), nn.ClipGradByGlobalNorm(1.0)
+        groups = [
+            {"params": one.parameters(), "grad_clip": clip},
+            {"params": two.parameters(), "weight_decay": decay},
+        ]
+        optimizer = paddle.optimizer.Momentum(0.1, parameters=groups)
+        return optimizer, PaddleTraits(nn.Sequential(one, two), [optimizer])
+
+    optimizer, traits = built()
+    assert traits.changed() == {}
+    optimizer._param_groups[0]["grad_clip"].clip_norm = 0.25
+    optimizer._param_groups[1]["params"][0].regularizer._coeff = 0.75
+    other, other_traits = built()
+    assert other_traits.apply(json.loads(json.dumps(traits.changed()))) == []
+    assert other._param_groups[0]["grad_clip"].clip_norm == 0.25
+    assert other._param_groups[1]["params"][0].regularizer._coeff == 0.75
+    assert other_traits.uncarried_changes() == []
+    other._param_groups[0]["grad_clip"] = None
+    other._param_groups[1]["params"][0].regularizer = None
+    assert other_traits.uncarried_changes() == [
+        "the optimizer's grad_clip of group 0",
+        "parameter 1.weight's regularizer",
+    ]
+
+
 def test_layers_that_to_static_has_come_by_are_no_news():
     model = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     traits = PaddleTraits(model, [paddle.optimizer.SGD(0.1, parameters=model.parameters())])

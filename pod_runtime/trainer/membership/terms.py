@@ -93,8 +93,9 @@ def script_sources() -> dict[str, int]:
     main = getattr(sys.modules["__main__"], "__file__", None)
     folder = None if main is None else Path(main).resolve().parent
     for name, module in [*sys.modules.items()]:
-        if name in _VERSIONS:
-            found[f"version of {name}"] = zlib.crc32(str(module.__version__).encode())
+        version = getattr(module, "__version__", None) if name in _VERSIONS else None
+        if version is not None:  # None: also of one that must not be imported
+            found[f"version of {name}"] = zlib.crc32(str(version).encode())
         file = getattr(module, "__file__", None)
         if folder is None or not file or len(found) > _MOST_FILES:
             continue

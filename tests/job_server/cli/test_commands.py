@@ -537,7 +537,7 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         assert main(["logs", "logged", "--server", server.url]) == 0
         said = capsys.readouterr().out
         assert "has no pods now; what earlier ones wrote is on their nodes: pods/*/log in" in said
-        api.register_node(cpu_node("node-l", job_id="logged"))
+        api.register_node(cpu_node("node-l", job_id="logged", addr="192.0.2.9"))
 
         def report(phase: wire.PodPhase, other: str = "/far/away/log") -> None:
             code = 0 if phase is wire.PodPhase.EXITED else None
@@ -553,7 +553,7 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
         assert main(["logs", "logged", "--lines", "3", "--server", server.url]) == 0
         out = capsys.readouterr().out.splitlines()
         assert out == [
-            "[pod_1_0] not on this machine: /far/away/log on node node-l (127.0.0.1)",
+            "[pod_1_0] not on this machine: /far/away/log on node node-l (192.0.2.9)",
             "line 98",
             "line 99",
             "no end yet",

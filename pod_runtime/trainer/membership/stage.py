@@ -27,7 +27,7 @@ from pod_runtime.trainer.membership.state_manager import CarriedState, StateMana
 from pod_runtime.trainer.membership.terms import (
     check_same_terms,
     check_terms_of_state,
-    other_arrays,
+    other_checksums,
     script_arrays,
     script_sources,
     to_text,
@@ -231,7 +231,7 @@ class StageJoiner:
         )
         check_same_terms(group, self._terms, rank=rank, world_size=plan.world_size)
         both = self._arrays | self._sources
-        others = other_arrays(group, both, rank=rank, world_size=plan.world_size)
+        others = other_checksums(group, both, rank=rank, world_size=plan.world_size)
         arrays = [each for each in others if each in self._arrays]
         self._say_others(arrays, "not the same on all trainers")
         sources = [each for each in others if each in self._sources]

@@ -8,6 +8,7 @@ gradients of different weights.
 import contextlib
 import hashlib
 import json
+import os
 import sys
 import zlib
 from collections.abc import Mapping
@@ -90,33 +91,34 @@ def script_sources() -> dict[str, int]:
     The script's file, modules below its folder that are imported by now, and versions.
     """
     found: dict[str, int] = {}
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    folder = None if main is None else Path(main).resolve().parent
+    main = vars(sys.modules["__main__"]).get("__file__")
+    # As it was named, and where links lead, as its imports are.
+    paths = () if main is None else (os.path.abspath(main), os.path.realpath(main))
+    folders = tuple(os.path.join(os.path.dirname(each), "") for each in paths)
     for name, module in [*sys.modules.items()]:
-        version = getattr(module, "__version__", None) if name in _VERSIONS else None
-        if version is not None:  # None: also of one that must not be imported
-            found[f"version of {name}"] = zlib.crc32(str(version).encode())
-        file = getattr(module, "__file__", None)
-        if folder is None or not file or len(found) > _MOST_FILES:
+        known = getattr(module, "__dict__", {})  # a module may make what it has not, and take long
+        if name in _VERSIONS and "__version__" in known:
+            found[f"version of {name}"] = zlib.crc32(str(known["__version__"]).encode())
+        file = paths[0] if name == "__main__" and paths else known.get("__file__") or ""
+        folder = next(filter(file.startswith, folders), None)
+        if folder is None or len(found) > _MOST_FILES or _PACKAGES & {*Path(file).parts}:
             continue
-        path = Path(file).resolve()
-        if path.is_relative_to(folder) and not _PACKAGES.intersection(path.parts):
-            with contextlib.suppress(OSError):
-                found[str(path.relative_to(folder))] = zlib.crc32(path.read_bytes())
+        with contextlib.suppress(OSError):
+            found[file.removeprefix(folder)] = zlib.crc32(Path(file).read_bytes())
     return found
 
 
-def other_arrays(
-    group: FrameworkGroup, arrays: Mapping[str, int], *, rank: int, world_size: int
+def other_checksums(
+    group: FrameworkGroup, mine: Mapping[str, int], *, rank: int, world_size: int
 ) -> list[str]:
-    """Return of which of rank 0's arrays this or another rank has another checksum.
+    """Return which of rank 0's checksums are others on this or another rank, by their names.
 
     All ranks of the group call it. Raises PeerLost: a rank is gone.
     """
     if world_size == 1:
         return []
-    first = json.loads(_from_rank(group, 0, json.dumps(arrays) if rank == 0 else None))
-    differs = np.array([float(arrays.get(each, value) != value) for each, value in first.items()])
+    first = json.loads(_from_rank(group, 0, json.dumps(mine) if rank == 0 else None))
+    differs = np.array([float(mine.get(each, value) != value) for each, value in first.items()])
     if len(differs):
         group.all_reduce(differs)
     return [each for each, count in zip(first, differs, strict=True) if count]

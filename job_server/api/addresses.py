@@ -25,9 +25,8 @@ def address_facing(host: str, port: int, flags: int = 0) -> str:
     Raises:
         OSError: its name does not resolve, or there is no way to it.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=flags)[
-        0
-    ]
+    ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=flags)
+    family, _, _, _, address = ways[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # no packet is sent
         return str(probe.getsockname()[0])

@@ -153,6 +153,7 @@ class NodeRegistry:
         self.nodes[known.node.node_id] = known
         known.quarantines = self.quarantines.setdefault(known.node.node_id, {})
         known.drained = known.node.node_id in self.drained
+        known.facing = ""  # it may have come with another address
         self._face_others()
         self._members += 1
 
@@ -167,13 +168,16 @@ class NodeRegistry:
 
         A client that was told of its server at the loopback knows no other address of its own.
         """
-        others = [each.node.addr for each in self.nodes.values() if not is_loopback(each.node.addr)]
-        facing = ""
-        if others:
+        here = [each for each in self.nodes.values() if is_loopback(each.node.addr)]
+        if not here:
+            return
+        addresses = (each.node.addr for each in self.nodes.values())
+        facing, other = "", next((each for each in addresses if not is_loopback(each)), None)
+        if other is not None:
             with contextlib.suppress(OSError):  # a name, which may take long to look up
-                facing = address_facing(others[0], 9, socket.AI_NUMERICHOST)
-        for known in self.nodes.values():
-            known.facing = facing if is_loopback(known.node.addr) else ""
+                facing = address_facing(other, 9, socket.AI_NUMERICHOST)
+        for known in here:
+            known.facing = facing
 
     def judged(self, known: KnownNode, now: float) -> Iterator[tuple[int, wire.Quarantine | None]]:
         """Yield the slots whose quarantine is another after the newest report, and that."""

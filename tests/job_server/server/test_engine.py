@@ -447,9 +447,12 @@ def test_a_node_on_the_loopback_has_an_address_for_nodes_of_other_machines(monke
         service.engine.remove_node("named")
         service.register(cpu_node("there", addr="10.0.0.2"))
         assert shown() == {"here": "10.0.0.1", "also": "10.0.0.1", "there": "10.0.0.2"}
+        assert asked[-1] == "10.0.0.2"
+        service.register(cpu_node("also", addr="10.0.0.3"))
+        assert shown()["also"] == "10.0.0.3", "it says itself what it is now"
         service.engine.remove_node("there")
+        service.engine.remove_node("also")
         assert shown()["here"] == "127.0.0.1"
-    assert asked[-1] == "10.0.0.2"
 
 
 def test_a_job_that_is_being_deleted_is_not_taken_for_the_one_that_is_submitted():

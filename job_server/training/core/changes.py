@@ -407,7 +407,7 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
     if not job.elastic:
         return Way.STOP
     overlap = job.spec.overlap
-    if overlap == "off" or (job.no_room and overlap != "on"):
+    if overlap == "off" or job.no_room:
         return Way.DRAIN
     joins = _all_join(job)
     if overlap == "join" and joins:

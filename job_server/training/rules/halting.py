@@ -143,11 +143,11 @@ def _begin(work: Work, *, late: bool) -> None:
     if active is None:
         _after_end(work)
         return
-    trains = active.over is None and job.elastic and not job.done and not active.finishing
     # The trainers of a start that still wait for each other have no state, and cannot be cut.
     begins = active.way is Way.START and active.first_step_at is None
-    if begins and all(member.phase is PodStagePhase.STARTED for member in active.members):
-        trains = False
+    begins &= active.all_in(PodStagePhase.STARTED)
+    trains = active.over is None and job.elastic and not job.done and not active.finishing
+    trains &= not begins
     if trains and not job.ending.discard and not late:
         if not active.resuming:
             _to(work, HaltPhase.CUT)

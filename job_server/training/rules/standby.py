@@ -17,10 +17,6 @@ from job_server.training.core.moves import begin
 from job_server.training.core.work import Work
 
 STANDBY_AFTER_S = 5.0  # of undisturbed training before a standby is prepared
-_NO_ROOM = {
-    False: "a GPU of this job has no room for a second trainer next to the first",
-    True: "there is no memory for a second set of trainers",
-}
 MOST_FAILURES = 8  # each set costs the trainers a group: sockets, a thread, time
 
 
@@ -58,9 +54,12 @@ def standby_times(job: Job) -> Iterator[float]:
 
 def _why_none(work: Work, way: Way) -> str:
     """Return, and note once, why no standby can be prepared. "": one can."""
+    no_room = "a GPU of this job has no room for a second trainer next to the first"
+    if work.job.no_room:
+        no_room = "there is no memory for a second set of trainers"
     why = {
-        Way.DRAIN: _NO_ROOM[work.job.no_room],
-        Way.JOIN: _NO_ROOM[False],
+        Way.DRAIN: no_room,
+        Way.JOIN: no_room,
         Way.STOP: "no trainer has called the elastic loop",
     }.get(way, "")
     if why:

@@ -15,9 +15,7 @@ from pod_runtime.trainer.errors import PeerLost
 
 _LOOK_S = 0.05  # how often a waiting rank checks whether the meeting is called off
 _RETRY_S = 0.02
-_UNREACHED_S = (
-    60.0  # of a host that answers nothing; one whose port is closed is there, and waited for
-)
+_UNREACHED_S = 60.0  # of a host that answers nothing; a closed port is an answer
 _GO = b"go\n"
 _LINE_BYTES = 64
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from edl import cloud_reader, write_shards
 from job_server.api.api_client import ApiClient
 from job_server.api.task_wire import LeaseAsked, TaskReport
-from pod_runtime.trainer.data.readers import ReadFrom
+from pod_runtime.trainer.data.readers import KeptSteps, ReadFrom
 from pod_runtime.trainer.errors import UsageError
 from tests.job_server.serving import ServerProcess, running_server
 from tests.support import ROOT, standing_still, wait_until
@@ -144,6 +146,27 @@ def test_a_reader_that_is_left_waits_once_for_a_server_that_hangs(server, tmp_pa
     with standing_still([psutil.Process(server.process.pid)]):
         records.close()
     assert len(asked) == 1
+
+
+def test_a_task_is_done_once_no_crash_of_a_trainer_takes_its_steps_back(server, tmp_path):
+    write_shards(([number] for number in range(80)), tmp_path, "numbers", 8)
+    kept = KeptSteps(40)
+    start = replace(FROM_THE_BEGINNING, global_step=40, kept=kept)
+    reader = cloud_reader(str(tmp_path / "*.npy"), server.url, queue="q")
+    batches: Any = reader.batches(steps_per_epoch=100)(start)
+    with server.api() as api:
+        for _ in range(15):
+            next(batches)
+        assert api.queue("q").now.done == 0, "all that was read would be trained with other records"
+        kept.steps = 45  # the fifth step has half of the third task
+        next(batches)
+        assert api.queue("q").now.done == 2
+        kept.steps = 48
+        kept.then()
+        assert api.queue("q").now.done == 4, "of a trainer that is about to be replaced"
+        kept.steps = 51
+        batches.close()
+        assert api.queue("q").now.done == 5, "the others are read again"
 
 
 def test_files_that_nobody_can_read_are_an_error_and_no_endless_search(server, tmp_path):

@@ -50,8 +50,6 @@ Read = Callable[[str, int, int | None], Iterable[Any]]
 T = TypeVar("T")
 
 _STARTED = secrets.token_hex(3)  # in a container, a trainer that starts again has its old pid
-_AHEAD = 4  # shards that the loop may have read and not used
-_STEPS = 4
 _END_S = 5.0
 _RENEWALS = 3  # in the time of a lease
 _FIRST_S, _LAST_S = 0.1, 5.0  # between two tries to reach the server
@@ -135,7 +133,7 @@ class CloudReader:
         """`tasks`: how many the queue has."""
         self._server, self._name, self._read, self._in_use = server, name, read, in_use
         self._tasks = tasks
-        self._given = _Given(in_use)
+        self._given = self._none_given()
         self._passes = itertools.count()
         self._ends_in = 0  # the process at whose end the last tasks are reported
 
@@ -145,9 +143,12 @@ class CloudReader:
             self._passes = itertools.count(number)
         if self._ends_in != os.getpid():
             # What a parent process was given is not this worker's to report.
-            self._ends_in, self._given = os.getpid(), _Given(self._in_use)
+            self._ends_in, self._given = os.getpid(), self._none_given()
             atexit.register(self._given.end, os.getpid())
         return self._records(next(self._passes), self._given)
+
+    def _none_given(self) -> "_Given":
+        return _Given(lambda given: given - self._in_use)
 
     def batches(
         self,
@@ -159,7 +160,7 @@ class CloudReader:
 
         For data that are too large to be counted, or for each trainer to see all of them. The
         loop's steps are counted exactly, the records at least once in each pass: after a change or
-        a crash of the trainers some that they had just read are read again.
+        a crash of the trainers those of steps that are in no snapshot yet are read again.
 
         Args:
             steps_per_epoch: the loop's own. An epoch is so many steps, whatever a pass has.
@@ -169,10 +170,15 @@ class CloudReader:
 
         def read_from(start: ReadFrom) -> Iterator[tuple[Any, ...]]:
             shards = [each for each in enumerate(start.shard_samples, start.first_shard) if each[1]]
-            # What was read ahead, and some steps that a crash may have to make again.
-            records = self._records(
-                None, _Given(start.micro_batch * (_AHEAD + _STEPS * len(shards)))
-            )
+            of_step = sum(start.shard_samples)
+
+            def used(_given: int) -> int:
+                # A crash has the steps since the newest snapshot made again, with other records.
+                return (start.kept.steps - start.global_step) * of_step
+
+            given = _Given(used)
+            start.kept.then = given.report_kept  # this trainer may be killed right after that
+            records = self._records(None, given)
             step = start.epoch * steps_per_epoch + start.step
             with contextlib.closing(records):
                 while True:
@@ -308,10 +314,12 @@ def queue_name(files: Sequence[str], tasks: Sequence[str], environ: Mapping[str,
 class _Given:
     """Tasks whose records were all given to the script, which may not have used them yet."""
 
-    def __init__(self, in_use: int) -> None:
-        self._in_use = in_use
+    def __init__(self, used: Callable[[int], int]) -> None:
+        """`used`: says how many records have been used, of so many that were given."""
+        self._used = used
         self._records = 0  # given, after which the script has asked for another
         self._tasks: deque[tuple[int, _Task]] = deque()  # with the number of their last record
+        self._reports = threading.Lock()
 
     def count_record(self) -> None:
         self._records += 1
@@ -342,14 +350,24 @@ class _Given:
 
     def give_back(self, present: "_Task") -> None:
         """Give back the task that is read and those that are in use."""
-        answers = True  # a server that is away is waited for once, and not for each task
-        for task in (present, *(task for _, task in self._tasks)):
-            answers = task.give_back(says_so=answers)
+        used = self._used(self._records)
+        answers = present.leave(says_so=True)
+        for last, task in self._tasks:  # a server that is away is waited for once, not for each
+            answers = task.leave(says_so=answers, done=last <= used)
         self._tasks.clear()
 
-    def _report_used(self) -> None:
-        while self._tasks and self._tasks[0][0] + self._in_use <= self._records:
-            self._tasks.popleft()[1].report(done=True)
+    def report_kept(self) -> None:
+        """Say what has been used by now, from another thread. Wait for no server that is away."""
+        try:
+            self._report_used(_END_S)
+        except (ConnectionError, UsageError) as error:
+            logger.warning("some tasks may be read again: %s", error)
+
+    def _report_used(self, timeout_s: float | None = None) -> None:
+        with self._reports:
+            while self._tasks and self._tasks[0][0] <= self._used(self._records):
+                self._tasks[0][1].report(done=True, timeout_s=timeout_s)
+                self._tasks.popleft()
 
 
 class _Unreadable(Exception):  # noqa: N818 - of a record
@@ -406,8 +424,12 @@ class _Task:
         if not self._server.call(lambda api: api.report_task(self._queue, report), timeout_s):
             logger.warning("%s: another reader reads it, too", self._lease.content)
 
-    def give_back(self, *, says_so: bool) -> bool:
+    def leave(self, *, says_so: bool, done: bool = False) -> bool:
         """Leave the task; it comes back after its lease, or at once if the server is told.
+
+        Args:
+            says_so: tell the server.
+            done: it is to come back only where the server is not told.
 
         Returns:
             Whether the server has answered.
@@ -415,7 +437,7 @@ class _Task:
         self._over.set()
         if says_so:
             with self._server.connect() as api, contextlib.suppress(JobServerError):
-                api.report_task(self._queue, self._report(give_back=True))
+                api.report_task(self._queue, self._report(done=done, give_back=not done))
                 return True
         return False
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +67,14 @@ class ShardRange:
         return self.epoch, self.step, self.shard
 
 
+@dataclass(slots=True)
+class KeptSteps:
+    """How many steps of the training no crash of a trainer takes back by now."""
+
+    steps: int = 0
+    then: Callable[[], None] = lambda: None  # called once those of a stage that is to end are kept
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFrom:
     """What `Loop(reader=...)` is called with: where to read from, and which shards to read."""
@@ -81,6 +89,9 @@ class ReadFrom:
     stop_shard: int  # not included
     micro_batch: int  # samples of a full shard
     shard_samples: tuple[int, ...] = ()  # of each of these, in a full batch
+    kept: KeptSteps = field(
+        default_factory=KeptSteps
+    )  # steps that no crash of a trainer takes back
 
 
 class ShardOrder:

@@ -6,6 +6,7 @@ from typing import Any
 from pod_runtime.activity import Doing
 from pod_runtime.trainer.data.readers import (
     InlineReader,
+    KeptSteps,
     ReadFrom,
     ShardBatch,
     ShardOrder,
@@ -39,6 +40,7 @@ class ShardFeed:
         self._stage, self._source, self._order = stage, source, order
         self._factory = factory
         self._reader: ShardReader | None = None  # None: nothing has been read yet
+        self._kept = KeptSteps()  # for the script's own reader, which has another thread
         # Hashes of what `shards` has read for the script's own reader, by (epoch, step, shard).
         self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
 
@@ -46,6 +48,7 @@ class ShardFeed:
         """Return a shard's batch; parks with the other ranks while data do not come."""
         activity = self._stage.member.activity
         activity.begin(Doing.READING)
+        self._note_kept()
         while (found := self._take(shard_range)) is None:
             try:
                 self._stage.member.wait_for_data()
@@ -87,7 +90,16 @@ class ShardFeed:
 
     def close(self) -> None:
         if self._reader is not None:
+            self._note_kept()
             self._reader.close()
+
+    def _note_kept(self) -> None:
+        if self._factory is not None:
+            self._kept.steps = self._stage.state_manager.kept_steps
+
+    def _note_parked(self) -> None:
+        self._note_kept()
+        self._kept.then()
 
     def _note_drawn(self, item: ShardBatch) -> None:
         self._drawn_ahead[item[:3]] = item.drawn
@@ -108,7 +120,9 @@ class ShardFeed:
                 stop_shard=order.shards.stop,
                 micro_batch=batches.micro_batch,
                 shard_samples=tuple(stop - start for start, stop in bounds),
+                kept=self._kept,
             )
+            self._stage.state_manager.when_parked = self._note_parked
             made = self._factory(where)  # here, not in the thread: it may start worker processes
             return ThreadReader(lambda: factory_items(made))
         if source.num_workers > 0:

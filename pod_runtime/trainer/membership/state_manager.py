@@ -84,6 +84,7 @@ class StateManager:
         self._step_s = 0.0  # how long steps take; 0: not known
         self._next_save = _next_multiple(progress.cursor.global_step, save_steps)
         self._save_due: Stamp | None = None  # since this state; None: no checkpoint is due
+        self.when_parked: Callable[[], None] = lambda: None  # called when the state has been kept
         self._buffer = memoryview(b"")  # of the checkpoint that is written
         self._begun_at = self._flushed_at = time.monotonic()
 
@@ -157,6 +158,17 @@ class StateManager:
     def is_kept(self) -> bool:
         """The committed state is in a snapshot, or cannot be put into one."""
         return not self._snapshots.can_rescue
+
+    @property
+    def kept_steps(self) -> int:
+        """Steps of this loop that no crash of a trainer takes back: they are in a snapshot.
+
+        Where none can be taken, all that are committed: of the others' state, after a crash.
+        """
+        complete, done = self._snapshots.complete, self._progress.cursor.global_step
+        if complete is None:
+            return 0 if self._snapshots.can_take else done
+        return done - (self._progress.step - complete.step)
 
     # --- best checkpoints
 
@@ -264,6 +276,7 @@ class StateManager:
             self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
         self.note_account()
         flush_files()
+        self.when_parked()
         self._link.send(Drained(step=step, id=cut_id, snapshot=kept, durable=written))
         logger.info("parked after step %d for cut %d", step, cut_id)  # tests wait for it
         start = self._link.wait_resume(cut_id)

@@ -12,6 +12,7 @@ from pod_runtime.segment_header import make_geometry, read_geometry, read_slots
 from pod_runtime.trainer.layout import StateLayout, make_layout
 from pod_runtime.trainer.membership import node_snapshots
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.membership.state_manager import StateManager
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
 from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state import snapshot
@@ -59,6 +60,29 @@ class Trained:
 
     def changed_in_step(self) -> str:
         return self.moved
+
+
+def test_only_steps_that_are_in_a_snapshot_are_kept():
+    status = make_status(step=3)
+    trained: Any = Trained()
+    group: Any = None  # a world of one
+    link: Any = Told()
+    progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
+    before = progress.cursor.global_step
+    snapshots = NodeSnapshots(group, trained, progress, link, rank=0, nodes=[[0]])
+    manager = StateManager(
+        trained, progress, link=link, snapshots=snapshots, store=None, save_steps=100,
+        snapshot_steps=None,
+    )  # fmt: skip
+    assert manager.kept_steps == 0
+    snapshots.take(renew=True)
+    for _ in range(4):
+        progress.commit_step()
+    assert manager.kept_steps == before, "a crash goes back to there"
+    snapshots.take(renew=False)
+    assert manager.kept_steps == before + 4
+    snapshots.close()
+    assert manager.kept_steps == before + 4, "without any, what is committed is kept by the others"
 
 
 def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended():

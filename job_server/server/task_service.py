@@ -16,7 +16,7 @@ from job_server.api.task_wire import (
     TaskReport,
 )
 from job_server.server.store import Store
-from job_server.tasks.queue import StoredQueue, Task, TaskPhase, TaskQueue
+from job_server.tasks.queue import StoredQueue, Task, TaskQueue
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +125,11 @@ class TaskService:
         except StoreTrouble:
             self._unwritten.add(name)  # the next request reads it: as if nothing had been asked
             raise
-        for task in changes.tasks:
-            if task.phase is TaskPhase.DROPPED:
-                logger.error(
-                    "task queue %s: task %d is dropped in pass %d: %s: %s",
-                    name, task.number, task.pass_number, queue.spec.tasks[task.number], task.error,
-                )  # fmt: skip
+        for task in changes.dropped:
+            logger.error(
+                "task queue %s: task %d is dropped in pass %d: %s: %s",
+                name, task.number, task.pass_number, queue.spec.tasks[task.number], task.error,
+            )  # fmt: skip
 
     def _find(self, name: str) -> TaskQueue | None:
         if name in self._unwritten:

@@ -44,10 +44,11 @@ class Task:
     phase: TaskPhase = TaskPhase.WAITING
     worker: str = ""  # LEASED: who reads it
     place: str = ""  # ... and where
+    in_loop: bool = False  # ... and whether in the elastic loop
     lease: int = 0  # number of the newest lease
     reads: int = 0  # how often it was begun
     failures: int = 0  # reported by readers
-    lost: int = 0  # readers that fell silent with it
+    lost: int = 0  # readers that fell silent with it, but for those in the elastic loop
     all_read: bool = False  # LEASED: its reader needs no more of it, and will say that it is done
     records: int = 0  # DONE: how many it has
     error: str = ""  # the last one
@@ -82,6 +83,7 @@ class Changes:
 
     queue: StoredQueue | None  # None: unchanged. Else those tasks of passes before are forgotten
     tasks: tuple[Task, ...]
+    dropped: tuple[Task, ...]  # to be told; of passes before as well
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class TaskQueue:
     def take_changes(self) -> Changes:
         """Return what has changed since the last call."""
         changed = self._changed
+        dropped = tuple(task for task in changed.values() if task.phase is TaskPhase.DROPPED)
         if self._passes_changed:  # with the older ones that are not over: they would be forgotten
             changed |= self._tasks_before()
         changes = Changes(
@@ -127,6 +130,7 @@ class TaskQueue:
                 for task in changed.values()
                 if task.pass_number == self.pass_number or not task.is_over
             ),
+            dropped=dropped,
         )
         self._changed, self._passes_changed = {}, False
         return changes
@@ -181,6 +185,7 @@ class TaskQueue:
             phase=TaskPhase.LEASED,
             worker=asked.worker,
             place=asked.place,
+            in_loop=asked.pass_number is None,
             lease=task.lease + 1,
             reads=task.reads + 1,
             all_read=False,
@@ -240,13 +245,14 @@ class TaskQueue:
                 self._lose(task, "was replaced")
 
     def _lose(self, task: Task, how: str) -> None:
-        lost = task.lost + 1
+        # Each change of an elastic job ends its trainers; those that crash the job itself counts.
+        lost = task.lost + (not task.in_loop)
         error = f"{task.worker} {how} while it read this"
         self._return(replace(task, lost=lost, error=error), dropped=lost >= MAX_LOST)
 
     def _return(self, task: Task, *, dropped: bool = False) -> None:
         phase = TaskPhase.DROPPED if dropped else TaskPhase.WAITING
-        self._set(replace(task, phase=phase, worker="", all_read=False))
+        self._set(replace(task, phase=phase, worker="", in_loop=False, all_read=False))
 
     def _wait(self, now: float) -> Lease:
         left_s = self._heap[0][0] - now if self._heap else MAX_WAIT_S

@@ -218,6 +218,28 @@ def test_a_task_that_kills_its_readers_is_dropped_in_the_end():
     assert "fell silent" in clerk.queue.status(clerk.now).dropped[0].error
 
 
+@pytest.mark.parametrize("place", ["", "pod_0_0.0"])
+def test_changes_of_an_elastic_job_drop_no_task(place):
+    clerk = Clerk(1)
+    for number in range(3 * MAX_LOST):  # each change ends trainers, whatever they read
+        lease = clerk.lease(f"r{number}", pass_number=None, place=place)
+        assert (lease.pass_number, lease.number) == (0, 0)
+        clerk.now += 0 if place else 11
+        clerk.queue.status(clerk.now)
+        clerk.restart()
+    assert clerk.count().dropped == 0
+
+
+def test_a_task_of_a_pass_before_that_is_dropped_is_told_as_well():
+    clerk = Clerk(1, max_tries=1)
+    first, _ahead = clerk.lease("a", None), clerk.lease("b", None)
+    said = TaskReport(
+        worker="a", pass_number=0, number=0, lease=first.lease, error="no array"
+    )  # while others are in the next pass
+    assert clerk.queue.report(said, clerk.now)
+    assert [task.error for task in clerk.queue.take_changes().dropped] == ["no array"]
+
+
 def test_what_is_given_back_goes_to_another_at_once_and_is_no_failure():
     clerk = Clerk(1, max_tries=1)
     assert clerk.report(clerk.lease(), give_back=True)

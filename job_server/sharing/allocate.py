@@ -185,6 +185,8 @@ class _Pass:
         for job in sorted(here, key=lambda job: (job.priority, self._loss_key(job))):
             if (limited and job.stoppable) or not job.runs:
                 self._stop(job)
+                if limited:
+                    self._say(job, f"shared jobs may have fewer slots of {node_id}")
                 return True
         return False
 
@@ -208,7 +210,8 @@ class _Pass:
                 continue
             hopeless[key] = min(job.min_trainers, hopeless.get(key, job.min_trainers))
             there = f", the first on {job.home}, which has its state" if job.home else ""
-            self._say(job, f"waits: no room for its least, {job.min_trainers}{there}")
+            if job.job_id not in self._reasons:  # else that says why it was stopped just now
+                self._say(job, f"waits: no room for its least, {job.min_trainers}{there}")
             waited_s = self._now - job.submitted_at
             if waited_s >= self._policy.patience_s and self._room.could_take(
                 job.job_id, job.min_trainers

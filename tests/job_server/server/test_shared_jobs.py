@@ -89,6 +89,19 @@ def test_a_higher_priority_stops_a_job_which_goes_on_by_itself_from_its_state(cl
     no_step_is_lost(cluster, "low")
 
 
+def test_a_job_that_a_limit_has_stopped_says_so(cluster):
+    cluster.add("job", 5, 5)
+    cluster.run(20)
+    cluster.service.limit_node("b", wire.NodeLimit(slots=1))
+    cluster.run(20)
+    why = "its pods are for others: shared jobs may have fewer slots of b"
+    assert any(why in text for text in cluster.events("job"))
+    assert cluster.status("job").reason == (
+        "shared jobs may have fewer slots of b; waits: no room for its least, 5, the first on a, "
+        "which has its state"
+    )
+
+
 def test_a_job_whose_state_cannot_be_written_is_not_stopped_and_the_other_one_waits(cluster):
     cluster.add("low", 5, 5)
     low = cluster.job("low")

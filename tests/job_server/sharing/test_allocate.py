@@ -183,7 +183,7 @@ def test_a_limit_of_a_node_stops_jobs_at_their_least_the_lowest_priority_first()
     assert counts(allocate(Fulfilment(), jobs, [used], 0.0)) == {"high": 2, "low": 2}
     found = allocate(Fulfilment(), jobs, [replace(used, limit=2)], 0.0)
     assert counts(found) == {"high": 2, "low": 0}
-    assert found["low"].reason == "waits: no room for its least, 2"
+    assert found["low"].reason == "shared jobs may have fewer slots of n0"
     keeps = [replace(each, stoppable=False) for each in jobs]
     found = allocate(Fulfilment(), keeps, [replace(used, limit=2)], 0.0)
     assert counts(found) == {"high": 2, "low": 2}, "those that keep their least stay"

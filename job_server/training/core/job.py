@@ -124,6 +124,7 @@ class Cause(Message, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()  # of all trainers that failed, in that order
     of_change: bool = False  # the stage was a change not yet committed: the old pods may succeed
     peer_lost: bool = False  # reported by a victim; the cause is not yet known
+    no_memory_on: str = ""  # node where the kernel has killed a trainer for lack of memory
     counted: bool = False  # it is in the budgets
 
 

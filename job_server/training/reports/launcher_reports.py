@@ -432,6 +432,7 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
         text=text[:REASON_CHARS],
         at=work.now,
         peer_lost=report.peer_lost,
+        no_memory_on=member.pod.node_id if OOM_KILL in report.events else "",
         faults=() if fault is None else (fault,),
         of_change=stage is job.preparing and stage.way is not Way.START,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
 
-from job_server.api.text import listed
+from job_server.api.text import counted, listed
 from job_server.api.wire import (
     DesiredState,
     JobState,
@@ -491,6 +491,7 @@ def _begin_start(work: Work) -> None:
         names = listed([pod.pod_id for pod in stay])
         work.note(f"its nodes do not reach each other: {names} of {stay[0].site.node_id} goes on")
         delay_growth(work)
+    stay = _fewer_for_memory(work, stay)
     for pod in job.pods:
         if pod.usable and pod not in stay:
             let_go(work, pod.pod_id)
@@ -568,6 +569,32 @@ def _part_of_one_node(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
     holding = {pod.site.node_id for pod in stay if source and pod.pod_id in source.pods}
     most = max(by_node.values(), key=lambda pods: (pods[0].site.node_id in holding, len(pods)))
     return most if len(by_node) > 1 and len(most) >= max(1, job.spec.min_pods) else []
+
+
+def _fewer_for_memory(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
+    """Leave out a pod of the node where the kernel kills trainers for lack of memory at each start.
+
+    The job is to have no more pods then, until a user or its change script says otherwise. How many
+    a shared job has is the server's to say.
+    """
+    job, active = work.job, work.job.active
+    cause = None if active is None else active.over
+    node_id = "" if cause is None else cause.no_memory_on
+    most = len(stay) - 1
+    if not node_id or job.budget.failures_in_row < 2 or job.fresh or job.spec.share:
+        return stay
+    source = choose_restore(work)
+    there = [pod for pod in stay if pod.site.node_id == node_id]
+    if not there or most < max(1, job.spec.min_pods):
+        return stay
+    gone = max(there, key=lambda pod: source is None or pod.pod_id not in source.pods)
+    work.set(target=most)
+    work.note(
+        f"warning: there is no memory on node {node_id} for {counted(len(there), 'pod')} of this "
+        f"job: it is to have {most} from now on. With more memory, `edl resize {job.spec.job_id} "
+        f"{job.target}` asks for {job.target} again"
+    )
+    return [pod for pod in stay if pod is not gone]
 
 
 def _leaves_its_state(work: Work, nodes: Collection[str]) -> bool:

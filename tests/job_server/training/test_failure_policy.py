@@ -348,3 +348,26 @@ def test_what_victims_alone_have_written_is_named():
     assert made.status.error is not None
     expected = "rank 0 (pod_0_0) died of SIGABRT when it lost a peer (NCCL timeout)"
     assert made.status.error.text == expected
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_job_has_fewer_pods_where_memory_has_no_room_for_all_of_them(least):
+    made = trains(world(nodes=2, slots=2, max_pods=4, min_pods=least, pods=3, overlap="off"))
+    second = [pod.pod_id for pod in made.job.pods if pod.site.node_id == "a"][-1]
+    oom = {"code": -9, "events": ("oom_kill",)}
+    tell(made, second, ReportKind.FAILED, made.active.stage, rank=1, **oom)
+    made.run_to(Order.START)
+    assert made.job.preparing is not None
+    assert len(made.job.preparing.members) == 3  # once says nothing: another program took memory
+    tell(made, second, ReportKind.FAILED, made.job.preparing.stage, rank=1, **oom)
+    trains(made)
+    assert len(made.active.members) == max(2, least) == made.job.target
+    if least == 3:
+        return
+    assert sum(member.pod.node_id == "a" for member in made.active.members) == 1
+    assert any("no memory on node a for 2 pods" in each for each in made.reasons)
+    made.rounds(60)
+    assert len(made.active.members) == 2  # it does not grow into the same trouble
+    made.resize(3)
+    while len(made.active.members) < 3:
+        made.round()

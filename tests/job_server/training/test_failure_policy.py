@@ -35,6 +35,9 @@ def error(*types: str, text: str = "", cause: RaisedError | None = None) -> Trai
     return TrainerError(chain=(raised,) if cause is None else (raised, cause), step=3)
 
 
+NO_THREADS = (
+    "no more threads or processes may be made, as by its container's pids limit or `ulimit -u`"
+)
 WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, ...)"
 
 
@@ -81,6 +84,16 @@ WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqN
             },
             Then.RESTART,
             "CUDA out of memory",
+        ),
+        (
+            {"error": error("RuntimeError", text="can't start new thread")},
+            Then.RESTART,
+            NO_THREADS,
+        ),
+        (
+            {"code": -6, "lines": ("  what():  Resource temporarily unavailable",)},
+            Then.RESTART,
+            NO_THREADS,
         ),
         ({"error": error("ValueError", text="odd")}, Then.FAIL_IF_REPEATED, ""),
     ],

@@ -51,6 +51,7 @@ class _Known:
 
     prepared: bool = False  # in this life
     budget: int | None = None  # as it was written, in this life
+    closed: set[str] = field(default_factory=set)  # nodes of its server's, in this life
     link: TrainingServer | None = None
     errors: int = 0  # one after the other
     changed: bool = True  # since it was read, for all that the watches say
@@ -238,12 +239,16 @@ class Controller:
         except SpecError as error:
             return steps.refuse(key[1], generation, status, str(error), now)
         link = None if status.ended else self._link(key, known)
+        server = None if link is None else link.view()
+        if server is not None:
+            known.closed &= {each for each, node in server.nodes.items() if node.limit == 0}
         seen = Observed(
             trainers=known.trainers,
             server_pod=known.server_pod,
-            server=None if link is None else link.view(),
+            server=server,
             prepared=known.prepared,
             budget=known.budget,
+            closed=frozenset(known.closed),
         )
         return steps.reconcile(key[1], generation, spec, status, seen, now)
 
@@ -316,6 +321,8 @@ class Controller:
             case _:
                 assert known.link is not None  # these follow from its answer
                 self._kube.check_writing()
+                if isinstance(step, steps.CloseNodes):
+                    known.closed.update(step.node_ids)
                 known.link.ask(_question(step, spec.job_spec(name)))
         self._metrics.count("steps")
 

@@ -101,6 +101,7 @@ class Observed:
     server: ServerView | None = None  # None: it does not answer
     prepared: bool = False  # Secret, Service and so on were made in this life of the controller
     budget: int | None = None  # pods that may not be evicted, as it was written in this life
+    closed: frozenset[str] = frozenset()  # nodes that the controller has closed, in this life
 
 
 def node_id(name: str, uid: str) -> str:

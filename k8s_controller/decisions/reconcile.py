@@ -555,8 +555,9 @@ class _Pass:
             return  # it waits for room
         self._replace_broken()
         sick = [pod for pod in self._alive if self._sickness(pod)]
-        self._alive = [pod for pod in self._alive if pod not in sick]
-        surplus = sick + self._surplus(wanted)
+        ending = [pod for pod in self._alive if pod not in sick and self._is_ending(pod)]
+        self._alive = [pod for pod in self._alive if pod not in sick + ending]
+        surplus = sick + ending + self._surplus(wanted)
         self._add(wanted)
         server = self.seen.server
         if server is None:
@@ -569,7 +570,7 @@ class _Pass:
             if pod in surplus or pod.leaving:
                 if node.limit != 0:
                     closing.append(pod.node_id)
-            elif node.limit is not None:
+            elif node.limit is not None and pod in self._alive:
                 opening.append(pod.node_id)
         if closing:
             self.steps.append(CloseNodes(tuple(closing)))
@@ -588,7 +589,10 @@ class _Pass:
                     self._set(pod_retries=self.status.pod_retries + 1, pod_failed_at=self.now)
                     self._say("PodReplaced", f"{pod.name}: {self._sickness(pod)}", warning=True)
                     continue
-                self._say("PodRemoved", f"{pod.name}: {_pods(wanted)} wanted; the training left it")
+                why = f"{_pods(wanted)} wanted"
+                if pod in ending:
+                    why = "its node ends it, or it was closed by hand"
+                self._say("PodRemoved", f"{pod.name}: {why}; the training left it")
 
     def _has_last_state(self, pod: ListedPod) -> bool:
         """Whether the state with which the training is to go on is in a pod's own folder alone."""
@@ -614,6 +618,16 @@ class _Pass:
         server = self.seen.server
         node = None if server is None else server.nodes.get(pod.node_id)
         return "" if node is None or not node.alive else node.sick
+
+    def _is_ending(self, pod: ListedPod) -> bool:
+        """Whether somebody else has closed a pod to the training: it is about to end.
+
+        Its hook does so where its kubelet ends it, as its node shuts down: nobody deletes it then.
+        """
+        server = self.seen.server
+        node = None if server is None else server.nodes.get(pod.node_id)
+        is_closed = node is not None and node.alive and node.limit == 0
+        return is_closed and pod.node_id not in self.seen.closed and not self._has_last_state(pod)
 
     def _surplus(self, wanted: int) -> list[ListedPod]:
         """Return the pods to give up: unusable ones first, then the highest indexes.

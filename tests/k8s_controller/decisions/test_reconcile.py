@@ -80,13 +80,15 @@ def running(
 
 
 def with_limits(seen: Observed, **limits: int) -> Observed:
+    """Return what is seen once the controller has closed some pods."""
     server = seen.server
     assert server is not None
     nodes = dict(server.nodes)
     for name, limit in limits.items():
         node = next(each.node_id for each in seen.trainers if each.index == int(name[1:]))
         nodes[node] = TrainingNode(alive=True, limit=limit)
-    return replace(seen, server=replace(server, nodes=nodes))
+    closed = frozenset(each for each, node in nodes.items() if node.limit == 0)
+    return replace(seen, server=replace(server, nodes=nodes), closed=closed)
 
 
 def test_a_new_job_gets_all_that_it_needs_at_once():
@@ -202,6 +204,28 @@ def test_a_pod_that_is_drained_gets_a_substitute_at_once():
     pods = [pod(0), pod(1, leaving=True), pod(2)]
     steps = look(spec, running(spec, pods)).steps
     assert steps == (MakeTrainer(3), CloseNodes((pods[1].node_id,)))
+
+
+def test_a_pod_that_its_kubelet_ends_is_replaced_and_not_opened_again():
+    spec = parsed(replicas=1, maxReplicas=2)
+    seen = replace(with_limits(running(spec, [pod(0)]), p0=0), closed=frozenset())
+    assert look(spec, seen).steps == (MakeTrainer(1),)
+    moved = replace(seen, trainers=(pod(0), pod(1)))
+    assert moved.server is not None
+    assert moved.server.job is not None
+    job = replace(moved.server.job, pods=(), allotment=None)
+    outcome = look(spec, replace(moved, server=replace(moved.server, job=job)))
+    assert outcome.steps == (RemovePod("digits-0", "uid00000"),)
+    assert outcome.notices == (
+        Notice(
+            "PodRemoved",
+            "digits-0: its node ends it, or it was closed by hand; the training left it",
+        ),
+    )
+    saved = Saved(stage=2, step=70, path="/state/p", node_id=pod(0).node_id, spare=True)
+    waits = running(spec, [pod(0)], used=[], state=JobState.WAITING, saved=saved)
+    kept = replace(with_limits(waits, p0=0), closed=frozenset())
+    assert look(spec, kept).steps == (OpenNodes((pod(0).node_id,)),), "it has the newest state"
 
 
 def test_pods_are_evicted_one_at_a_time_and_those_without_a_node_keep_none_from_that():

@@ -95,6 +95,7 @@ class SimulatedCluster:
         self.server = SimulatedServer(self.spec)
         self.prepared = False
         self.budget: int | None = None
+        self.closed: set[str] = set()
         self.count = 0
         self.old: Observed | None = None
 
@@ -114,19 +115,28 @@ class SimulatedCluster:
             self.status = TrainingJobStatus.read(outcome.status.write())
         else:
             self.prepared, self.budget = False, None  # another controller goes on
-        alive = [each for each in self.pods.values() if not each.leaving and not each.over]
+            self.closed.clear()
+        closed = self.server.limits.keys() - self.closed  # as good as leaving
+        alive = [
+            each
+            for each in self.pods.values()
+            if not each.leaving and not each.over and each.node_id not in closed
+        ]
         assert len(alive) <= self.spec.max_replicas
         assert len({each.index for each in self.pods.values()}) == len(self.pods)
 
     def seen(self) -> Observed:
         is_up = self.server_pod is not None and self.now >= self.server_up_at
         trainers = tuple(sorted(self.pods.values(), key=lambda each: each.index))
+        if is_up:
+            self.closed &= self.server.limits.keys()
         return Observed(
             trainers=trainers,
             server_pod=self.server_pod,
             server=self.server.view() if is_up else None,
             prepared=self.prepared,
             budget=self.budget,
+            closed=frozenset(self.closed),
         )
 
     def do(self, step: steps.Step) -> None:
@@ -156,6 +166,7 @@ class SimulatedCluster:
                 assert self.spec.min_replicas <= count <= self.spec.max_replicas
                 server.most = count
             case steps.CloseNodes(nodes):
+                self.closed |= set(nodes)
                 server.limits |= dict.fromkeys(nodes, 0)
             case steps.OpenNodes(nodes):
                 for node in nodes:

@@ -6,7 +6,13 @@ All pods keep the Pod Security standard "restricted": no root, no privileges, no
 from collections.abc import Mapping
 from typing import Any
 
-from k8s_controller.decisions.observed import INDEX_LABEL, JOB_LABEL, ROLE_LABEL, UID_CHARS
+from k8s_controller.decisions.observed import (
+    GPUS_LABEL,
+    INDEX_LABEL,
+    JOB_LABEL,
+    ROLE_LABEL,
+    UID_CHARS,
+)
 from k8s_controller.decisions.spec import (
     API_VERSION,
     KIND,
@@ -248,6 +254,7 @@ def trainer_pod(owner: Object, spec: TrainingJobSpec, index: int) -> Manifest:
         **meta.get("labels", {}),
         **made["metadata"]["labels"],
         INDEX_LABEL: str(index),
+        GPUS_LABEL: str(spec.gpus),
     }
     if meta.get("annotations"):
         made["metadata"]["annotations"] = dict(meta["annotations"])

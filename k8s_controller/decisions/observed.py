@@ -16,6 +16,7 @@ Object = Mapping[str, Any]
 JOB_LABEL = "paddlepaddle.org/job-name"
 ROLE_LABEL = "paddlepaddle.org/role"
 INDEX_LABEL = "paddlepaddle.org/index"
+GPUS_LABEL = "paddlepaddle.org/gpus"  # as its template had it: a webhook may ask for them otherwise
 UNSCHEDULABLE = "Unschedulable"
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 SEEN_STAGES = 50  # the newest, whose times count
@@ -40,6 +41,7 @@ class ListedPod:
     node: str = ""  # of Kubernetes; "": not scheduled
     trouble: str = ""  # one word, as of a condition's reason; "": none
     message: str = ""  # ... in words
+    gpus: int | None = None  # that its trainers have; None: not known
     disrupted: bool = False  # it was ended for the sake of its node, or of other pods
 
     @property
@@ -182,6 +184,7 @@ def observe_pods(
 def pod_view(pod: Object) -> ListedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     index = str(meta.get("labels", {}).get(INDEX_LABEL, ""))
+    gpus = str(meta.get("labels", {}).get(GPUS_LABEL, ""))
     trouble, message = _trouble(status)
     phase = str(status.get("phase", "Pending"))
     return ListedPod(
@@ -198,6 +201,7 @@ def pod_view(pod: Object) -> ListedPod:
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         trouble=trouble,
         message=message,
+        gpus=int(gpus) if gpus.isdecimal() else None,
         disrupted=_is(status, "DisruptionTarget"),
     )
 

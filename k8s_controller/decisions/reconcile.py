@@ -199,6 +199,8 @@ def reconcile(
             f"was begun with {job.spec.slots_per_pod}; change that back, or make a new TrainingJob"
         )
         return refuse(name, generation, status, why, now)
+    if job is not None and not job.state.ended and (why := _other_gpus(spec, seen)):
+        return refuse(name, generation, status, why, now)
     is_new = status.observed_generation != generation
     status = replace(status.no_later_than(now), observed_generation=generation)
     if states.SPEC_VALID in status.conditions:
@@ -209,6 +211,21 @@ def reconcile(
     else:
         work.live()
     return Outcome(steps=tuple(work.steps), notices=tuple(work.notices), status=work.status)
+
+
+def _other_gpus(spec: TrainingJobSpec, seen: Observed) -> str:
+    """Return what is wrong where new pods would have other GPUs than those that train.
+
+    Both may have one trainer, so the job's slots say nothing of it.
+    """
+    for pod in seen.trainers:
+        is_used = seen.server is not None and seen.server.uses(pod.node_id)
+        if is_used and pod.gpus is not None and pod.gpus != spec.gpus:
+            return (
+                f"spec.template: its pods have {_gpus(spec.gpus)} each, and the training has pods "
+                f"with {_gpus(pod.gpus)}; change that back, or make a new TrainingJob"
+            )
+    return ""
 
 
 def refused(outcome: Outcome, before: TrainingJobStatus, why: str, now: float) -> Outcome:
@@ -850,6 +867,10 @@ class _Pass:
 
 def _pods(count: int) -> str:
     return "1 pod" if count == 1 else f"{count} pods"
+
+
+def _gpus(count: int) -> str:
+    return "no GPU" if not count else "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _trainers(count: int) -> str:

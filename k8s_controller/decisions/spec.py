@@ -69,6 +69,11 @@ class TrainingJobSpec:
     storage: Object | None = None  # None: an emptyDir
 
     @property
+    def gpus(self) -> int:
+        """Return how many a pod's trainers have."""
+        return self.slots_per_pod if self.has_gpus else 0
+
+    @property
     def trainer(self) -> Object:
         """Return the container that trains."""
         return _container(self.template["spec"])

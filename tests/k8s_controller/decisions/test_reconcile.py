@@ -8,6 +8,7 @@ import pytest
 
 from job_server.api.wire import JobState, Saved, Sharing, StageRecord, Way
 from k8s_controller.decisions import status as states
+from k8s_controller.decisions.objects import trainer_pod
 from k8s_controller.decisions.observed import (
     ListedPod,
     Observed,
@@ -893,6 +894,29 @@ def test_a_template_with_other_gpus_than_the_training_was_begun_with_makes_no_po
     right = reconcile("digits", 3, parse(job), wrong.status, begun, NOW + 2)
     assert right.steps == (MakeTrainer(1),)
     assert right.status.holds(states.SPEC_VALID)
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", None), (None, "1")])
+def test_a_template_that_loses_its_gpus_or_gets_some_while_the_job_trains_makes_no_pods(
+    before, after
+):
+    words = {"1": "1 GPU", None: "no GPU"}
+    begun = training_job(replicas=2)
+    (container,) = begun["spec"]["template"]["spec"]["containers"]
+    container["resources"] = {"limits": {"nvidia.com/gpu": before} if before else {}}
+    there = trainer_pod(begun, parse(begun), 0)
+    there["metadata"]["uid"], there["status"] = "uid00000", {"phase": "Running"}
+    seen = running(parse(begun), [pod_view(there)])
+    known = look(parse(begun), seen).status
+    container["resources"] = {"limits": {"nvidia.com/gpu": after} if after else {}}
+    wrong = reconcile("digits", 2, parse(begun), known, seen, NOW + 1)
+    assert wrong.steps == ()
+    assert wrong.status.conditions[states.SPEC_VALID].message == (
+        f"spec.template: its pods have {words[after]} each, and the training has pods with "
+        f"{words[before]}; change that back, or make a new TrainingJob"
+    )
+    unused = replace(seen, trainers=(replace(seen.trainers[0], uid="uid-other"),))
+    assert reconcile("digits", 2, parse(begun), known, unused, NOW + 1).steps != ()
 
 
 def test_a_spec_that_can_never_run_is_the_end_of_a_new_job_and_changes_none_that_has_ended():

@@ -168,10 +168,18 @@ class KubeApi:
         Raises:
             KubeError: another TrainingJob, of before, has one of that name; or somebody else.
         """
-        if self.create(manifest):
-            return
+        refusal: KubeError | None = None
+        try:
+            if self.create(manifest):
+                return
+        except KubeError as error:
+            if not error.is_refusal:
+                raise
+            refusal = error  # a quota that is used up refuses what is there already, too
         kind, meta = manifest["kind"], manifest["metadata"]
         found = self.get(kind, meta["namespace"], meta["name"])
+        if refusal is not None and found is None:
+            raise refusal
         if found is not None and belongs_to(found, uid):
             return
         owners = () if found is None else found["metadata"].get("ownerReferences") or ()

@@ -42,6 +42,18 @@ def test_what_a_job_has_is_made_once_and_that_of_an_earlier_job_is_not_taken_for
         kube.create_for("u-2", secret(namespace, "u-2"))
 
 
+def test_what_a_job_has_is_found_though_a_quota_that_is_used_up_refuses_to_make_it(
+    api_server, kube, namespace
+):
+    """The API server asks its quotas before it looks whether the object is there."""
+    api_server.fail_next(403, times=2, verb="create", resource="secrets")
+    with pytest.raises(KubeError, match="403") as told:
+        kube.create_for("u-1", secret(namespace))
+    assert told.value.is_refusal
+    api_server.store.create(api_server.store.kind("Secret"), namespace, secret(namespace))
+    kube.create_for("u-1", secret(namespace))
+
+
 def test_a_name_that_somebody_elses_object_has_is_refused_and_is_not_made(kube, namespace):
     other = secret(namespace)
     del other["metadata"]["ownerReferences"]

@@ -309,7 +309,7 @@ class Controller:
                 known.prepared = True
             case steps.SetBudget(needed):
                 known.prepared = self._kube.set_budget(namespace, name, needed)
-                known.budget = needed if known.prepared else None  # it is made anew, with 0
+                known.budget = needed if known.prepared else 0  # it is made anew, with that
             case steps.MakeServer():
                 self._kube.create_new(objects.server_pod(job, spec))
             case steps.MakeTrainer(index):

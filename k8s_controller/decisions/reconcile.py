@@ -300,6 +300,8 @@ class _Pass:
             )
             if server is not None and not server.leaving and not is_needed:
                 self.steps.append(RemovePod(server.name, server.uid))
+        elif self._alive and self.seen.budget != 0:
+            self.steps.append(SetBudget(0))  # none that goes now is replaced, so all may go
         left = len([pod for pod in self._alive]) if not self.spec.clean_pods else 0
         self._set(replicas=left, ready=0, training=0)
         ended_at, ttl_s = self.status.completed_at, self.spec.ttl_s

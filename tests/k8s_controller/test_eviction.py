@@ -118,6 +118,22 @@ def test_a_node_can_be_drained_though_there_is_none_for_the_pods_that_leave_it(c
 
 
 @pytest.mark.timeout(120)
+def test_pods_that_are_kept_after_the_end_can_all_be_evicted(cluster: Cluster):
+    store = cluster.store
+    cluster.kubelet.add_node("n1")
+    job = job_of_two(autoscale=False)
+    job["spec"]["cleanPodPolicy"] = "None"
+    cluster.apply(job)
+    train_with(cluster, 2)
+    ended = {"type": "Complete", "status": "True", "reason": "Succeeded", "message": ""}
+    kind, status = store.kind("TrainingJob"), {"phase": "Succeeded", "conditions": [ended]}
+    store.patch(kind, "default", "digits", {"status": status}, subresource="status")
+    wait_until(lambda: needed(cluster) == 0, 60)
+    for name in ("digits-0", "digits-1"):
+        evict(cluster, name)
+
+
+@pytest.mark.timeout(120)
 def test_a_budget_that_somebody_deletes_keeps_pods_from_being_evicted_once_it_is_made_again(
     cluster: Cluster,
 ):

@@ -748,6 +748,16 @@ def test_a_job_ends_as_its_training_does(state, phase, condition):
     assert look(spec, gone, first.status, NOW + 61).steps == (RemoveTrainingJob(),)
 
 
+def test_pods_that_are_kept_after_the_end_can_all_be_evicted():
+    spec = parsed(replicas=2, cleanPodPolicy="None")
+    there = replace(running(spec, [pod(0), pod(1)], state=JobState.SUCCEEDED), budget=1)
+    ended = look(spec, there).status
+    assert look(spec, there, ended, NOW + 1).steps == (SetBudget(0),)
+    again = replace(there, prepared=False, budget=None)
+    assert look(spec, again, ended, NOW + 1).steps == (SetBudget(0),), "of another controller"
+    assert look(spec, replace(there, budget=0), ended, NOW + 2).steps == ()
+
+
 def test_the_server_that_pods_wait_for_goes_after_them_at_the_end():
     spec = parsed(replicas=1, server=STORAGE)
     ended = look(spec, running(spec, [pod(0)], used=[], state=JobState.SUCCEEDED)).status

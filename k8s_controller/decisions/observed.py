@@ -18,6 +18,7 @@ ROLE_LABEL = "paddlepaddle.org/role"
 INDEX_LABEL = "paddlepaddle.org/index"
 GPUS_LABEL = "paddlepaddle.org/gpus"  # as its template had it: a webhook may ask for them otherwise
 UNSCHEDULABLE = "Unschedulable"
+_BY_NODE = ("Evicted", "NodeShutdown", "Terminated")  # also of pods that it does not take
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 SEEN_STAGES = 50  # the newest, whose times count
 MIN_STEPS = 5  # of a stage, for its times to count
@@ -202,7 +203,8 @@ def pod_view(pod: Object) -> ListedPod:
         trouble=trouble,
         message=message,
         gpus=int(gpus) if gpus.isdecimal() else None,
-        disrupted=_is(status, "DisruptionTarget"),
+        disrupted=_is(status, "DisruptionTarget")
+        or (phase == "Failed" and status.get("reason") in _BY_NODE),
     )
 
 

@@ -680,25 +680,27 @@ class _Pass:
 
     def _replace_broken(self) -> None:
         """Delete pods that have ended, and those that do not get ready in time."""
-        failed = 0
+        failed = rejected = 0
         for pod in self.seen.trainers:
             if pod.leaving:
                 continue
             if pod.over:
                 self.steps.append(RemovePod(pod.name, pod.uid))
                 failed += not pod.disrupted
+                rejected += pod.disrupted and not pod.address  # its node has not even begun it
                 self._say("PodEnded", f"{pod.name}: {pod.message or 'it has ended'}", warning=True)
             elif self._is_overdue(pod):
                 self.steps.append(RemovePod(pod.name, pod.uid))
                 self._alive.remove(pod)
                 self._say("PodReplaced", f"{pod.name}: {self._why_overdue(pod)}", warning=True)
+        if failed or rejected:  # one that always ends does so though the others make steps
+            retries = self.status.pod_retries + failed + rejected
+            self._set(pod_retries=retries, pod_failed_at=self.now)
         if not failed:
             return
         count = self.status.pod_failures + failed
         step = max(self.status.pod_failed_step, self.status.step)
-        retries = self.status.pod_retries + failed
-        self._set(pod_failures=count, pod_failed_at=self.now, pod_failed_step=step)
-        self._set(pod_retries=retries)  # one that always ends does so though the others make steps
+        self._set(pod_failures=count, pod_failed_step=step)
         if count > self.spec.restart_limit + self.spec.max_replicas:
             words = next(pod.message for pod in self.seen.trainers if pod.over)
             self._end(

@@ -378,6 +378,35 @@ def test_pods_that_their_nodes_end_are_no_failures_and_it_is_said_why_they_ended
     assert MakeTrainer(0) in look(spec, seen, status, NOW + 3600.1).steps, "at once"
 
 
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("Evicted", "Pod was rejected: The node had condition: [DiskPressure]. "),
+        ("NodeShutdown", "Pod was rejected as the node is shutting down."),
+    ],
+)
+def test_pods_that_their_nodes_do_not_take_are_no_failures_and_are_made_more_and_more_slowly(
+    reason, message
+):
+    """As where they tolerate all taints, so that the scheduler gives them to that node again."""
+    spec = parsed(replicas=1, restartLimit=1)
+    waits = running(spec, [], state=JobState.WAITING)
+    meta = {"name": "digits-0", "uid": "uid00000", "labels": {"paddlepaddle.org/index": "0"}}
+    told = {"phase": "Failed", "reason": reason, "message": message}
+    rejected = pod_view({"metadata": meta, "spec": {"nodeName": "n"}, "status": told})
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW)
+    made: list[int] = []
+    trainers: tuple[ListedPod, ...] = (rejected,)
+    for second in range(300):
+        outcome = look(spec, replace(waits, trainers=trainers), status, NOW + second)
+        status, trainers = outcome.status, ()
+        if MakeTrainer(0) in outcome.steps:
+            made.append(second)
+            trainers = (rejected,)
+    assert made == [1, 4, 9, 18, 35, 68, 129, 190, 251]
+    assert (status.ended, status.pod_failures) == (False, 0)
+
+
 def test_a_job_whose_pods_end_at_the_same_step_again_and_again_has_failed():
     spec = parsed(replicas=1, restartLimit=2)
     status, now = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW), NOW

@@ -308,6 +308,7 @@ class Controller:
                     self._kube.create_for(job["metadata"]["uid"], each)
                 known.prepared = True
             case steps.SetBudget(needed):
+                known.budget = None  # it may be written also where no answer says so
                 known.prepared = self._kube.set_budget(namespace, name, needed)
                 known.budget = needed if known.prepared else 0  # it is made anew, with that
             case steps.MakeServer():

@@ -162,6 +162,20 @@ def test_pods_that_are_refused_are_told_once_and_hold_up_nothing_else(
     assert events == ["PodsRefused"]
 
 
+def test_a_budget_whose_writing_is_not_answered_is_written_again():
+    class Kube(KubeApi):
+        def __init__(self) -> None:
+            pass
+
+        def set_budget(self, namespace: str, name: str, needed: int) -> bool:
+            raise KubeError(504, "it was written, perhaps")
+
+    known = controllers._Known(job=training_job(), prepared=True, budget=1)
+    with pytest.raises(KubeError):
+        Controller(Kube(), Metrics(), 2.0)._do(steps.SetBudget(2), known)
+    assert known.budget is None, "also where 1 is to be written next"
+
+
 def test_a_server_of_a_version_before_gets_the_job_as_it_knows_it():
     asked = []
 

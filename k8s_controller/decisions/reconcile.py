@@ -9,7 +9,7 @@ it is deleted when the training has no pod on it, and is to have none.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from job_server.api.wire import JobState, Saved
@@ -33,6 +33,7 @@ NOT_DURABLE = "NotDurable"  # of a condition and an event: the newest state is i
 WAITS = "WaitsForRoom"  # of a condition and an event, with `autoscale`
 HEALTHY_S = 60.0  # a training that tells of no step has made some when it has run for so long
 BACKOFF_S = (1.0, 60.0)  # after pods that ended by themselves: doubled each time, up to that
+_WARNS = "warning: "  # begins the words of a condition
 _RUNS = (JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER)
 _HALTS = (JobState.PAUSING, JobState.STOPPING)
 
@@ -844,7 +845,9 @@ class _Pass:
         job = None if server is None else server.job
         runs = job is not None and job.state in _RUNS and self.status.training > 0
         if job is not None:
-            self._condition(states.RUNNING, runs, job.state.value.title(), job.reason)
+            words = self._tell_warnings(job.warnings)
+            words = "; ".join(filter(None, (words, job.reason)))
+            self._condition(states.RUNNING, runs, job.state.value.title(), words)
         is_paused = self.spec.suspend and job is not None and job.state is JobState.PAUSED
         if self.status.holds(states.SUSPENDED) or is_paused or self._is_kept_by_pods():
             phase = Phase.SUSPENDED
@@ -858,6 +861,16 @@ class _Pass:
         else:
             phase = Phase.STARTING if job.state is not JobState.WAITING else Phase.PENDING
         self._set(phase=phase)
+
+    def _tell_warnings(self, warnings: Sequence[str]) -> str:
+        """Return what the job server warns of; say so once while it does, whatever the words."""
+        if not warnings:
+            return ""
+        words = _WARNS + "; ".join(warnings)
+        known = self.status.conditions.get(states.RUNNING)
+        if known is None or not known.message.startswith(_WARNS):
+            self._say("TrainingWarns", words, warning=True)
+        return words
 
     def _set(self, **values: object) -> None:
         self.status = replace(self.status, **values)  # type: ignore[arg-type]  # named by callers

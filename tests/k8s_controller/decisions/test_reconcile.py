@@ -809,6 +809,27 @@ def test_a_last_state_that_goes_with_its_pod_is_told_where_pods_are_deleted(stat
     assert look(parsed(replicas=1, cleanPodPolicy="None"), ended).notices[-1].message == "a"
 
 
+def test_what_its_server_warns_of_is_told_once_and_stands_in_a_condition():
+    spec = parsed(replicas=1)
+
+    def warned(*warnings: str) -> Observed:
+        seen = running(spec, [pod(0)], reason="stage 1 committed")
+        assert seen.server is not None
+        assert seen.server.job is not None
+        job = replace(seen.server.job, warnings=warnings)
+        return replace(seen, server=replace(seen.server, job=job))
+
+    outcome = look(spec, warned("/data: no space left", "each trainer trains alone"))
+    words = "warning: /data: no space left; each trainer trains alone"
+    assert outcome.notices == (Notice("TrainingWarns", words, warning=True),)
+    assert outcome.status.conditions[states.RUNNING].message == f"{words}; stage 1 committed"
+    again = look(spec, warned("/data: no space left for 2"), outcome.status, NOW + 1)
+    assert again.notices == ()
+    well = look(spec, warned(), again.status, NOW + 2)
+    assert well.status.conditions[states.RUNNING].message == "stage 1 committed"
+    assert look(spec, warned("x"), well.status, NOW + 3).notices != ()
+
+
 def test_every_decision_about_the_number_of_pods_is_told_with_its_reason():
     spec = parsed(replicas=3, maxReplicas=5)
     status = TrainingJobStatus(desired=5, scaled_at=0.0, started_at=0.0)

@@ -18,6 +18,7 @@ ROLE_LABEL = "paddlepaddle.org/role"
 INDEX_LABEL = "paddlepaddle.org/index"
 GPUS_LABEL = "paddlepaddle.org/gpus"  # as its template had it: a webhook may ask for them otherwise
 UNSCHEDULABLE = "Unschedulable"
+INITIALIZING = "Initializing"
 _BY_NODE = ("Evicted", "NodeShutdown", "Terminated")  # also of pods that it does not take
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 SEEN_STAGES = 50  # the newest, whose times count
@@ -39,6 +40,7 @@ class ListedPod:
     address: str = ""  # "": not known yet
     created_at: float = 0.0  # seconds since 1970
     placed_at: float = 0.0  # ... when it was given a node; 0: not yet
+    initialized_at: float = 0.0  # ... when its init containers had ended, if it has any
     node: str = ""  # of Kubernetes; "": not scheduled
     trouble: str = ""  # one word, as of a condition's reason; "": none
     message: str = ""  # ... in words
@@ -187,6 +189,8 @@ def pod_view(pod: Object) -> ListedPod:
     index = str(meta.get("labels", {}).get(INDEX_LABEL, ""))
     gpus = str(meta.get("labels", {}).get(GPUS_LABEL, ""))
     trouble, message = _trouble(status)
+    if not trouble and (first := _initializing(pod)):
+        trouble, message = INITIALIZING, f"init container {first} runs"
     phase = str(status.get("phase", "Pending"))
     return ListedPod(
         name=str(meta["name"]),
@@ -199,6 +203,7 @@ def pod_view(pod: Object) -> ListedPod:
         address=str(status.get("podIP", "")),
         created_at=seconds(meta.get("creationTimestamp")) or 0.0,
         placed_at=_placed_at(status),
+        initialized_at=_initialized_at(status),
         node=str(pod.get("spec", {}).get("nodeName") or ""),
         trouble=trouble,
         message=message,
@@ -220,6 +225,27 @@ def _placed_at(status: Object) -> float:
         if each.get("type") == "PodScheduled" and each.get("status") == "True":
             return seconds(each.get("lastTransitionTime")) or 0.0
     return 0.0
+
+
+def _initializing(pod: Object) -> str:
+    """Return the init container that runs and is waited for; "": none is."""
+    stay = {
+        each.get("name")
+        for each in (pod.get("spec") or {}).get("initContainers") or ()
+        if each.get("restartPolicy") == "Always"
+    }
+    for each in (pod.get("status") or {}).get("initContainerStatuses") or ():
+        if "running" in (each.get("state") or {}) and each.get("name") not in stay:
+            return str(each["name"])
+    return ""
+
+
+def _initialized_at(status: Object) -> float:
+    ends = [
+        ((each.get("state") or {}).get("terminated") or {}).get("finishedAt")
+        for each in status.get("initContainerStatuses") or ()
+    ]
+    return max((seconds(end) or 0.0 for end in ends), default=0.0)
 
 
 def _end_of_trainer(status: Object) -> str:

@@ -16,6 +16,7 @@ from job_server.api.wire import JobState, Saved
 from k8s_controller.decisions import status as states
 from k8s_controller.decisions.objects import selector, server_name
 from k8s_controller.decisions.observed import (
+    INITIALIZING,
     UNSCHEDULABLE,
     ListedPod,
     Observed,
@@ -715,17 +716,19 @@ class _Pass:
         if self.seen.server is not None and pod.node_id in self.seen.server.nodes:
             return "the job server hears nothing of it any more, and the training has left it"
         words = pod.message or "it has not registered with the job server"
-        return f"not ready after {self.spec.pod_ready_timeout_s:g} s: {words}"
+        limit = f"{self.spec.pod_ready_timeout_s:g} s, spec.podReadyTimeoutSeconds"
+        return f"not ready after {limit}: {words}"
 
     def _is_overdue(self, pod: ListedPod) -> bool:
         server = self.seen.server
-        if server is None or pod.trouble == UNSCHEDULABLE or server.uses(pod.node_id):
+        waits = pod.trouble in (UNSCHEDULABLE, INITIALIZING)  # for others, or for the user's own
+        if server is None or waits or server.uses(pod.node_id):
             return False
         node = server.nodes.get(pod.node_id)
         if node is not None and node.alive:
             return False
         answers = self.status.conditions[states.SERVER_READY].since  # one made again knows nobody
-        since = max(pod.created_at, pod.placed_at, answers)
+        since = max(pod.created_at, pod.placed_at, pod.initialized_at, answers)
         return self.now >= since + self.spec.pod_ready_timeout_s
 
     def _add(self, wanted: int) -> None:

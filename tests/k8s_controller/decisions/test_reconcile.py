@@ -532,6 +532,50 @@ def test_a_pod_that_waited_long_for_a_node_has_all_its_time_to_get_ready():
     assert look(spec, seen, status, NOW + 61).steps[0] == RemovePod("digits-0", "uid00000")
 
 
+def test_a_pod_whose_init_containers_take_long_has_all_its_time_to_get_ready():
+    spec = parsed(replicas=1, podReadyTimeoutSeconds=60)
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW - 9000)
+    status = status.with_condition(states.SERVER_READY, True, "Answers", "", NOW - 9000)
+
+    def seen(state: dict[str, Any]) -> Observed:
+        first = {"running": {"startedAt": time_text(NOW - 8999)}}
+        late = pod_view(
+            {
+                "metadata": {
+                    "name": "digits-0", "uid": "uid00000",
+                    "labels": {"paddlepaddle.org/index": "0"},
+                    "creationTimestamp": time_text(NOW - 9000),
+                },
+                "spec": {
+                    "nodeName": "n",
+                    "initContainers": [
+                        {"name": "log", "restartPolicy": "Always"}, {"name": "data"},
+                    ],
+                },
+                "status": {"phase": "Pending", "initContainerStatuses": [
+                    {"name": "log", "state": first}, {"name": "data", "state": state},
+                ]},
+            }
+        )  # fmt: skip
+        view = ServerView(job=None, nodes={})
+        return Observed(
+            trainers=(late,), server_pod=server_pod(), server=view, prepared=True, budget=0
+        )
+
+    copies = look(spec, seen({"running": {"startedAt": time_text(NOW - 8990)}}), status)
+    assert copies.steps == ()
+    told = copies.status.conditions[states.PODS_READY]
+    assert (told.reason, told.message) == ("Initializing", "digits-0: init container data runs")
+    done = seen({"terminated": {"exitCode": 0, "finishedAt": time_text(NOW - 1)}})
+    assert look(spec, done, status).steps == ()
+    late = look(spec, done, status, NOW + 60)
+    assert late.steps[0] == RemovePod("digits-0", "uid00000")
+    assert late.notices[0].message == (
+        "digits-0: not ready after 60 s, spec.podReadyTimeoutSeconds: it has not registered with "
+        "the job server"
+    )
+
+
 def test_pods_have_all_their_time_to_register_with_a_server_that_is_made_again():
     spec = parsed(replicas=2, podReadyTimeoutSeconds=60, server=STORAGE)
     pods = [pod(0, created_at=NOW - 9000), pod(1, created_at=NOW - 9000)]

@@ -705,11 +705,14 @@ class _Pass:
         self._set(pod_failures=count, pod_failed_step=step)
         if count > self.spec.restart_limit + self.spec.max_replicas:
             words = next(pod.message for pod in self.seen.trainers if pod.over)
+            job = None if self.seen.server is None else self.seen.server.job
+            lost = "" if job is None else self._goes_with_pods(job.saved)
             self._end(
                 states.FAILED,
                 Phase.FAILED,
                 "PodsFailed",
-                f"{count} pods have ended without a new step between them; the last one: {words}",
+                f"{count} pods have ended without a new step between them; the last one: {words}"
+                f"{lost}",
             )
 
     def _why_overdue(self, pod: ListedPod) -> str:

@@ -853,6 +853,17 @@ def test_a_last_state_that_goes_with_its_pod_is_told_where_pods_are_deleted(stat
     assert look(parsed(replicas=1, cleanPodPolicy="None"), ended).notices[-1].message == "a"
 
 
+def test_a_state_that_goes_with_its_pod_is_told_where_pods_that_always_end_end_the_job():
+    spec = parsed(replicas=2, minReplicas=2, restartLimit=2)
+    saved = Saved(stage=2, step=70, path="/state/pods", node_id=pod(0).node_id, spare=True)
+    waits = running(spec, [pod(0)], used=[], state=JobState.WAITING, saved=saved)
+    ended = pod(1, phase="Failed", trouble="Ended", message="code 2")
+    status = TrainingJobStatus(desired=2, scaled_at=NOW, started_at=NOW, pod_failures=4)
+    outcome = look(spec, replace(waits, trainers=(pod(0), ended)), status)
+    assert outcome.status.phase is Phase.FAILED
+    assert "step 70 was written to a pod's own folder alone" in outcome.notices[-1].message
+
+
 def test_what_its_server_warns_of_is_told_once_and_stands_in_a_condition():
     spec = parsed(replicas=1)
 

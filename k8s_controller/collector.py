@@ -61,8 +61,17 @@ def _trainers(job: Object) -> int:
     pods = int((job.get("status") or {}).get("trainingReplicas") or 0)
     try:
         return pods * parse(job).slots_per_pod
-    except SpecError:  # it can have no pods
-        return 0
+    except SpecError:  # it has none, or trains on with what it was before
+        return pods * _slots(job.get("spec") or {})
+
+
+def _slots(spec: Object) -> int:
+    """Return the trainers of a pod, as far as they can be read from a spec that is wrong."""
+    try:
+        gpus = requests_of((spec.get("template") or {}).get("spec") or {}).slots
+    except (ValueError, TypeError, AttributeError):
+        gpus = 0
+    return int(spec.get("slotsPerPod") or gpus or 1)
 
 
 def _is_running(pod: Object) -> bool:

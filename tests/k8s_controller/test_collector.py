@@ -49,6 +49,17 @@ def test_jobs_count_with_the_trainers_that_train_and_those_that_have_ended_do_no
     assert (load.submitted, load.pending) == (3, 1)
 
 
+def test_a_job_that_trains_on_though_its_spec_was_made_wrong_counts_with_its_trainers():
+    wrong = job("two", 2, slotsPerPod=4, autoscale=True, replicas=3)
+    gpus = job("gpus", 2)
+    (container,) = gpus["spec"]["template"]["spec"]["containers"]
+    container |= {"resources": {"limits": {"nvidia.com/gpu": "8"}}, "command": []}
+    odd = job("odd", 2, template=None)
+    load = load_of([wrong, gpus, odd, job("new", None, template=None)], [], [])
+    assert load.running == (("two", 8), ("gpus", 16), ("odd", 2), ("new", 0))
+    assert load.pending == 1
+
+
 def test_jobs_of_one_name_are_told_apart_by_their_namespaces():
     load = load_of([job("x", 1), job("x", 2, "b"), job("y", 1)], [], [])
     assert [name for name, _ in load.running] == ["a/x", "b/x", "y"]

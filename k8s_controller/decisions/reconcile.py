@@ -549,9 +549,11 @@ class _Pass:
             self.steps.append(Prepare())
         pod = self.seen.server_pod
         if pod is None:
-            self.steps.append(MakeServer())
-        elif pod.over and not pod.leaving:  # evicted, or its node was shut down
+            if not self._backs_off():
+                self.steps.append(MakeServer())
+        elif pod.over and not pod.leaving:  # evicted, or its node was shut down, or rejects it
             self.steps.append(RemovePod(pod.name, pod.uid))
+            self._set(pod_retries=self.status.pod_retries + 1, pod_failed_at=self.now)
             self._say("ServerLost", f"pod {pod.name}: {pod.message}; it is made again", True)
 
     def _keep_budget(self) -> None:
@@ -736,14 +738,8 @@ class _Pass:
 
     def _add(self, wanted: int) -> None:
         missing = wanted - len(self._alive)
-        if missing <= 0 or self.status.ended:
+        if missing <= 0 or self.status.ended or self._backs_off():
             return
-        failures = max(self.status.pod_failures, self.status.pod_retries)
-        failed_at = self.status.pod_failed_at
-        if failures and failed_at is not None:
-            wait_s = min(BACKOFF_S[0] * 2 ** min(failures - 1, 30), BACKOFF_S[1])
-            if self.now < failed_at + wait_s:
-                return
         indexes = list(self._free_indexes(missing))
         for index in indexes:
             self.steps.append(MakeTrainer(index))
@@ -751,6 +747,15 @@ class _Pass:
         self._say("PodsMade", f"{names}: {_pods(wanted)} wanted, {len(self._alive)} there")
         if not _is_refused(self.status):  # whoever is there does not wait for those
             self._set(scaled_at=self.now)
+
+    def _backs_off(self) -> bool:
+        """Whether pods end so often by themselves, or are rejected, that the next is not due."""
+        failures = max(self.status.pod_failures, self.status.pod_retries)
+        failed_at = self.status.pod_failed_at
+        if not failures or failed_at is None:
+            return False
+        wait_s: float = min(BACKOFF_S[0] * 2 ** min(failures - 1, 30), BACKOFF_S[1])
+        return self.now < failed_at + wait_s
 
     def _free_indexes(self, count: int) -> Iterator[int]:
         taken = {pod.index for pod in self.seen.trainers}

@@ -407,6 +407,22 @@ def test_pods_that_their_nodes_do_not_take_are_no_failures_and_are_made_more_and
     assert (status.ended, status.pod_failures) == (False, 0)
 
 
+def test_a_server_that_its_node_does_not_take_is_made_more_and_more_slowly():
+    spec = parsed(replicas=1)
+    rejected = server_pod(phase="Failed", trouble="Evicted", message="Pod was rejected")
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW)
+    made: list[int] = []
+    there: ListedPod | None = rejected
+    for second in range(300):
+        seen = Observed(trainers=(pod(0),), server_pod=there, prepared=True, budget=0)
+        outcome = look(spec, seen, status, NOW + second)
+        status, there = outcome.status, None
+        if MakeServer() in outcome.steps:
+            made.append(second)
+            there = rejected
+    assert made == [1, 4, 9, 18, 35, 68, 129, 190, 251]
+
+
 def test_a_job_whose_pods_end_at_the_same_step_again_and_again_has_failed():
     spec = parsed(replicas=1, restartLimit=2)
     status, now = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW), NOW

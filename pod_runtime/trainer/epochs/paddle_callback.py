@@ -66,8 +66,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._store = storage_path(path, fs)
         self._rank = dist.get_rank()
         self._state: Any = None  # None: outside fit
-        # Of the newest checkpoint, or of what was restored: epoch_no, step, stopped_early.
-        self._saved = -1, 0, False
+        # Of the newest checkpoint, or of what was restored.
+        self._saved: Any = None  # epoch_no, step, stopped_early, plain values; None: outside fit
         self._muted: tuple[Any, list[Any]] | None = None  # None: nothing is passed over now
         self._sigterm_before: Any = None  # None: not ours to handle
         self._first_epoch = 0
@@ -75,7 +75,6 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._epoch = 0
         self._offset = 0  # steps of this epoch that were done before a restart
         self._steps: int | None = None  # of an epoch; None: the data does not say
-        self._epoch_to_save: int | None = None  # None: no epoch has ended since the last checkpoint
         self._newest_epoch: int | None = None  # that has ended here; None: none
         self._asked_to_stop = False
 
@@ -125,7 +124,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         del logs
         if epoch >= self._first_epoch:
-            self._epoch_to_save = self._newest_epoch = epoch
+            self._newest_epoch = epoch
 
     def on_eval_begin(self, logs: Any = None) -> None:
         del logs
@@ -134,9 +133,6 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def on_train_end(self, logs: Any = None) -> None:
         self._unmute("on_train_end", logs)
         self._save_epoch()
-        if self.model.stop_training and self._newest_epoch is not None:
-            # It was saved before the evaluation by which a callback has ended the training.
-            self._save(self._newest_epoch, 0)
         del self.model.__dict__["_run_one_epoch"]
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -149,7 +145,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def _restore(self) -> None:
         loaded = load_state(self._store, self._state)
         self._first_epoch = self._first_step = 0
-        self._saved = -1, 0, False
+        self._newest_epoch = None
+        self._saved = -1, 0, False, self._plain_values()
         if loaded is None:
             return
         self._first_epoch = loaded.epoch_no + 1
@@ -157,7 +154,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         if loaded.step and type(before) is int and self._steps:
             # Another number of trainers cuts an epoch into another number of steps.
             self._first_step = loaded.step * self._steps // before
-        self._saved = loaded.epoch_no, loaded.step, bool(loaded.more.get("stopped_early"))
+        stopped_early = bool(loaded.more.get("stopped_early"))
+        self._saved = loaded.epoch_no, loaded.step, stopped_early, self._plain_values()
         if loaded.more.get("stopped_early") and self.params["epochs"] <= loaded.more["epochs"]:
             self._first_epoch = self.params["epochs"]
         logger.info("going on with epoch %d, step %d", self._first_epoch, self._first_step)
@@ -191,14 +189,18 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     # --- saving and stopping
 
     def _save_epoch(self) -> None:
-        """Save the end of an epoch, once all callbacks have had their part in it."""
-        if self._epoch_to_save is not None:
-            self._save(self._epoch_to_save, 0)
-            self._epoch_to_save = None
+        """Save the end of an epoch, once all callbacks have had their part in it.
+
+        Before its evaluation, and after it where a callback has ended the training by that, or has
+        changed the learning rate.
+        """
+        if self._newest_epoch is not None:
+            self._save(self._newest_epoch, 0)
 
     def _save(self, epoch_no: int, step: int) -> None:
         stopped_early = bool(self.model.stop_training)
-        if self._rank != 0 or (epoch_no, step, stopped_early) == self._saved:
+        now = epoch_no, step, stopped_early, self._plain_values()
+        if self._rank != 0 or now == self._saved:
             return
         more = {
             "steps": self._steps,
@@ -212,7 +214,12 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         except CheckpointError as error:
             logger.error("training goes on without this checkpoint: %s", error)
         else:
-            self._saved = epoch_no, step, stopped_early
+            self._saved = now
+
+    def _plain_values(self) -> dict[str, Any]:
+        """Return learning rate, schedule and loss scaler, as JSON types."""
+        found: dict[str, Any] = self._state.scalars()
+        return {name: each for name, each in found.items() if name != "traits"}
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame

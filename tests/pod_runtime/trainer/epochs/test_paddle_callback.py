@@ -135,6 +135,76 @@ def test_a_fit_that_was_stopped_early_trains_no_epoch_when_it_is_started_again(t
         assert seen.epochs == trained
 
 
+def small_model(rate: object) -> Any:
+    network = paddle.nn.Linear(3, 1)
+    model = paddle.Model(network)
+    optimizer = paddle.optimizer.SGD(rate, parameters=network.parameters())
+    model.prepare(optimizer, paddle.nn.MSELoss())
+    return model
+
+
+ONE_BATCH = [[np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)]]
+
+
+class LostError(Exception):
+    """As if the process were gone."""
+
+
+class Halving(paddle.callbacks.Callback):  # type: ignore[name-defined]
+    """Halves the learning rate after each evaluation; notes it; is lost in an epoch."""
+
+    def __init__(self, lost_in: int = -1) -> None:
+        super().__init__()
+        self.lost_in = lost_in
+        self.rates: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        if self.epoch == self.lost_in:
+            raise LostError
+        self.rates.append(self.model._optimizer.get_lr())
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        rate = self.model._optimizer._learning_rate
+        if isinstance(rate, float):
+            self.model._optimizer.set_lr(rate / 2)
+        else:
+            rate.step(1.0)  # no better than before, so that it halves
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("has_schedule", [True, False])
+def test_what_a_callback_does_to_the_learning_rate_after_an_evaluation_goes_on(
+    tmp_path, is_first, has_schedule
+):
+    def fit(halving: Halving) -> None:
+        plateau = paddle.optimizer.lr.ReduceOnPlateau(8.0, factor=0.5, patience=0)
+        by_nobody = paddle.callbacks.LRScheduler(by_step=False)
+        callbacks = [ElasticCheckpoint(str(tmp_path)), halving, by_nobody]
+        small_model(plateau if has_schedule else 8.0).fit(
+            ONE_BATCH, ONE_BATCH, epochs=5, verbose=0,
+            callbacks=callbacks if is_first else callbacks[::-1],
+        )  # fmt: skip
+
+    before, after = Halving(lost_in=3), Halving()
+    with pytest.raises(LostError):
+        fit(before)
+    fit(after)
+    expected = [8.0, 8.0, 4.0, 2.0, 1.0] if has_schedule else [8.0, 4.0, 2.0, 1.0, 0.5]
+    assert before.rates + after.rates == expected
+
+
+def test_a_fit_that_failed_may_be_called_once_more(tmp_path):
+    model, seen = small_model(0.1), Seen()
+    checkpoint = ElasticCheckpoint(str(tmp_path))
+    with pytest.raises(LostError):
+        model.fit(ONE_BATCH, epochs=3, verbose=0, callbacks=[checkpoint, Halving(lost_in=1)])
+    model.fit(ONE_BATCH, epochs=3, verbose=0, callbacks=[checkpoint, seen])
+    assert seen.epochs == [1, 2]
+
+
 def test_a_sigterm_to_one_of_two_trainers_stops_both_at_the_same_step(tmp_path):
     port = free_port()
     both = [start(tmp_path, 3, "term", 1, 2, rank=n, world=2, port=port) for n in range(2)]

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -25,6 +26,8 @@ from pod_runtime.trainer.errors import CheckpointError, UsageError
 logger = logging.getLogger(__name__)
 
 STOPPED = 128 + signal.SIGTERM  # what the job server reads as "was asked to go"
+# Names of the storages of fits that have ended here, by the network that they trained.
+_ended_fits: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Paddle has no types
@@ -97,6 +100,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             None, None, model.network, model._optimizer, getattr(model, "_scaler", None), {}
         )
         self._restore()
+        if self._store.storage.name in _ended_fits.get(model.network, ()):
+            self._say_second_fit()
         model._run_one_epoch = self._run_what_is_left
         if threading.current_thread() is threading.main_thread():
             self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -133,6 +138,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def on_train_end(self, logs: Any = None) -> None:
         self._unmute("on_train_end", logs)
         self._save_epoch()
+        _ended_fits.setdefault(self.model.network, set()).add(self._store.storage.name)
         del self.model.__dict__["_run_one_epoch"]
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -159,6 +165,17 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         if loaded.more.get("stopped_early") and self.params["epochs"] <= loaded.more["epochs"]:
             self._first_epoch = self.params["epochs"]
         logger.info("going on with epoch %d, step %d", self._first_epoch, self._first_step)
+
+    def _say_second_fit(self) -> None:
+        """Raises UsageError: it would train nothing."""
+        text = (
+            f"ElasticCheckpoint: {self._store.storage.name} is the path of a fit before in this "
+            f"script, whose epochs count as done ({self._first_epoch} of "
+            f"{self.params['epochs']}); give each fit a path of its own"
+        )
+        if self._first_epoch >= self.params["epochs"]:
+            raise UsageError(text)
+        logger.warning("%s", text)
 
     def _run_what_is_left(self, data: Any, callbacks: Any, mode: str, *args: Any) -> Any:
         """Stand in for the model's `_run_one_epoch`."""

@@ -196,6 +196,24 @@ def test_what_a_callback_does_to_the_learning_rate_after_an_evaluation_goes_on(
     assert before.rates + after.rates == expected
 
 
+def test_a_second_fit_of_a_network_in_one_folder_is_refused_or_told(tmp_path, caplog):
+    model = small_model(0.1)
+
+    def fit(folder: str, epochs: int) -> list[int]:
+        seen = Seen()
+        callbacks = [ElasticCheckpoint(str(tmp_path / folder)), seen]
+        model.fit(ONE_BATCH, epochs=epochs, verbose=0, callbacks=callbacks)
+        return seen.epochs
+
+    assert fit("first", 2) == [0, 1]
+    with pytest.raises(UsageError, match="give each fit a path of its own"):
+        fit("first", 2)
+    assert fit("second", 2) == [0, 1]
+    assert "own" not in caplog.text
+    assert fit("second", 3) == [2]
+    assert "count as done (2 of 3); give each fit a path of its own" in caplog.text
+
+
 def test_a_fit_that_failed_may_be_called_once_more(tmp_path):
     model, seen = small_model(0.1), Seen()
     checkpoint = ElasticCheckpoint(str(tmp_path))

@@ -9,6 +9,7 @@ says what.
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.hapi.callbacks import CallbackList
 
 from pod_runtime.trainer.epochs.epoch_checkpoint import KEEP, load_state, save_state, storage_path
 from pod_runtime.trainer.epochs.paddle_epochs import open_state
@@ -102,6 +104,9 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._restore()
         if self._store.storage.name in _ended_fits.get(model.network, ()):
             self._say_second_fit()
+        caller = sys._getframe(1).f_locals.get("self")  # a callback knows its list by no other way
+        if self._first_epoch and isinstance(caller, CallbackList):
+            self._mute(caller)  # before the first epoch begins
         model._run_one_epoch = self._run_what_is_left
         if threading.current_thread() is threading.main_thread():
             self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -151,7 +156,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def _restore(self) -> None:
         loaded = load_state(self._store, self._state)
         self._first_epoch = self._first_step = 0
-        self._newest_epoch = None
+        self._newest_epoch = self._muted = None
         self._saved = -1, 0, False, self._plain_values()
         if loaded is None:
             return
@@ -181,8 +186,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         """Stand in for the model's `_run_one_epoch`."""
         if self._epoch < self._first_epoch:
             if self._muted is None:
-                self._muted = callbacks, callbacks.callbacks
-                callbacks.callbacks = [self]
+                self._mute(callbacks)
             return {}
         if mode == "train":
             set_epoch = getattr(getattr(data, "batch_sampler", None), "set_epoch", None)
@@ -191,6 +195,11 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             if self._offset:
                 data = _Rest(data, self._offset)
         return type(self.model)._run_one_epoch(self.model, data, callbacks, mode, *args)
+
+    def _mute(self, callbacks: Any) -> None:
+        """Have the other callbacks hear nothing."""
+        self._muted = callbacks, callbacks.callbacks
+        callbacks.callbacks = [self]
 
     def _unmute(self, event: str, *args: Any) -> None:
         """Call the other callbacks again, for this event too."""

@@ -1,5 +1,6 @@
 """`paddle.Model.fit` that is killed and continued, in real processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -194,6 +195,27 @@ def test_what_a_callback_does_to_the_learning_rate_after_an_evaluation_goes_on(
     fit(after)
     expected = [8.0, 8.0, 4.0, 2.0, 1.0] if has_schedule else [8.0, 4.0, 2.0, 1.0, 0.5]
     assert before.rates + after.rates == expected
+
+
+def test_callbacks_hear_nothing_of_the_epochs_that_are_done(tmp_path):
+    class Steps(Halving):
+        """Sets the learning rate as two epochs begin."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_begin(epoch, logs)
+            if epoch in (0, 2):
+                self.model._optimizer.set_lr([8.0, 0.0, 0.5][epoch])
+
+        def on_eval_end(self, logs: Any = None) -> None:
+            pass
+
+    steps = [Steps(lost_in=3), Steps()]
+    for each in steps:
+        with contextlib.suppress(LostError):
+            small_model(1.0).fit(
+                ONE_BATCH, epochs=5, verbose=0, callbacks=[each, ElasticCheckpoint(str(tmp_path))]
+            )
+    assert [each.rates for each in steps] == [[8.0, 8.0, 0.5], [0.5, 0.5]]
 
 
 def test_a_second_fit_of_a_network_in_one_folder_is_refused_or_told(tmp_path, caplog):

@@ -369,5 +369,9 @@ class Step(ABC):
                 f"once for each of its shards, however many it has; set it once in a step, after "
                 f"step.update()"
                 + "; a model there that predicts (a teacher) is put into evaluation mode, in which "
-                "its batch norm counts nothing" * changed[0].startswith("an object in extra=")
+                "its batch norm counts nothing"
+                * changed[0].startswith("an object in extra=")
+                + "; what a layer counts in a forward pass belongs in a buffer of it "
+                "(register_buffer), which is the mean of what the shards make of it"
+                * changed[0].startswith("model/")
             )

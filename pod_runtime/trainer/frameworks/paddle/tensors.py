@@ -12,6 +12,8 @@ from pod_runtime.trainer.frameworks import plain_values
 from pod_runtime.trainer.layout import ITEM_BYTES, StateTensor
 
 _PIECE = 1 << 18  # elements that are converted at once, in the processor's cache
+_QUANTIZING = ("paddle.nn.quant.", "paddle.quantization.")  # modules of layers
+_OF_WRAPPED = ("weight", "bias")  # of the layer that one of them has taken the place of
 _NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
 
 
@@ -25,11 +27,17 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def running_statistics(model: Any) -> list[Any]:
-    """Return batch norm's statistics, which Paddle keeps among the parameters."""
+    """Return what Paddle's layers count as they train, and keep among the parameters.
+
+    Batch norm's statistics, and the scales that quantization-aware training finds.
+    """
     found: dict[int, Any] = {}
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, nn.layer.norm._BatchNormBase | nn.BatchNorm):
             found |= {id(each): each for each in (layer._mean, layer._variance)}
+        elif any(base.__module__.startswith(_QUANTIZING) for base in type(layer).__mro__):
+            own = layer.named_parameters(include_sublayers=False)
+            found |= {id(p): p for name, p in own if p.stop_gradient and name not in _OF_WRAPPED}
     return list(found.values())
 
 

@@ -22,10 +22,12 @@ SCRIPTS = ("kinds", "kinds_torch")
 TRAINED = (
     "frozen", "tied", "counting", "infinite", "copying", "spread", "sometimes", "normed",
     "scripted", "reparametrized", "number", "turning", "recurrent", "in_bfloat16", "compiled",
+    "quantized",
 )  # fmt: skip
 REFUSED = (
     "sparse layer", "lazy", "wrapped", "wrapped within", "complex", "without values",
     "sparse call", "built late", "given late", "resizing", "limited norm",
+    "measuring",
 )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_a_kind_of_model_goes_on_from_its_checkpoint_as_if_nothing_had_been(
 ):
     found = kinds(script)
     if kind not in {*found.TRAINED, "compiled"}:
-        pytest.skip("PaddlePaddle for the CPU has no optimizer of bfloat16")
+        pytest.skip("Paddle on the CPU has no optimizer of bfloat16, PyTorch quantizes elsewhere")
 
     def train(epochs: int, folder: str) -> dict[str, Any]:
         seed(script)
@@ -86,7 +88,7 @@ def test_a_static_graph_that_is_made_between_two_shards_leaves_the_gradients_alo
 def test_what_cannot_be_elastic_is_refused_before_its_first_step_counts(script: str, kind: str):
     found = kinds(script)
     if kind not in found.REFUSED:
-        pytest.skip("Paddle has no lazy layers")
+        pytest.skip("the other framework has that alone")
     make, text = found.REFUSED[kind]
     with pytest.raises(UsageError, match=text):
         found.train(make(), epochs=1, checkpoint=None)

@@ -162,6 +162,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             return
         self._first_epoch = loaded.epoch_no + 1
         before = loaded.more.get("steps")
+        self._first_step = loaded.step
         if loaded.step and type(before) is int and self._steps:
             # Another number of trainers cuts an epoch into another number of steps.
             self._first_step = loaded.step * self._steps // before

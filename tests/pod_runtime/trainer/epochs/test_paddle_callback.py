@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,39 @@ def test_a_second_fit_of_a_network_in_one_folder_is_refused_or_told(tmp_path, ca
     assert "own" not in caplog.text
     assert fit("second", 3) == [2]
     assert "count as done (2 of 3); give each fit a path of its own" in caplog.text
+
+
+class Stream:
+    """Batches whose number nobody knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(6):
+            yield [np.full((1, 3), number, np.float32), np.ones((1, 1), np.float32)]
+
+
+def test_an_epoch_of_a_stream_goes_on_where_it_was_cut_off(tmp_path):
+    seen: list[float] = []
+
+    class Inputs(paddle.nn.Layer):  # type: ignore[name-defined]
+        def __init__(self, lost_at: int) -> None:
+            super().__init__()
+            self.layer, self.lost_at = paddle.nn.Linear(3, 1), lost_at
+
+        def forward(self, inputs: Any) -> Any:
+            if len(seen) == self.lost_at:
+                raise LostError
+            seen.append(float(inputs[0, 0]))
+            return self.layer(inputs)
+
+    for lost_at in (10, -1):
+        network = Inputs(lost_at)
+        model = paddle.Model(network)
+        optimizer = paddle.optimizer.SGD(0.0, parameters=network.parameters())
+        model.prepare(optimizer, paddle.nn.MSELoss())
+        saving = ElasticCheckpoint(str(tmp_path), save_steps=2)
+        with contextlib.suppress(LostError):
+            model.fit(Stream(), epochs=3, verbose=0, callbacks=[saving])
+    assert seen == [*range(6), *range(4), *range(4, 6), *range(6)]
 
 
 def test_a_fit_that_failed_may_be_called_once_more(tmp_path):

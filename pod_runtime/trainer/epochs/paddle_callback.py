@@ -73,6 +73,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._state: Any = None  # None: outside fit
         # Of the newest checkpoint, or of what was restored.
         self._saved: Any = None  # epoch_no, step, stopped_early, plain values; None: outside fit
+        self._restored: dict[str, Any] | None = None  # plain values; None: training goes on
         self._muted: tuple[Any, list[Any]] | None = None  # None: nothing is passed over now
         self._sigterm_before: Any = None  # None: not ours to handle
         self._first_epoch = 0
@@ -105,8 +106,11 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         if self._store.storage.name in _ended_fits.get(model.network, ()):
             self._say_second_fit()
         caller = sys._getframe(1).f_locals.get("self")  # a callback knows its list by no other way
-        if self._first_epoch and isinstance(caller, CallbackList):
-            self._mute(caller)  # before the first epoch begins
+        if isinstance(caller, CallbackList):
+            # The end of an epoch is saved before others hear that the next one begins.
+            caller.callbacks = [self, *(each for each in caller.callbacks if each is not self)]
+            if self._first_epoch:
+                self._mute(caller)
         model._run_one_epoch = self._run_what_is_left
         if threading.current_thread() is threading.main_thread():
             self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -115,18 +119,24 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._save_epoch()
         self._epoch = epoch
         self._offset = self._first_step if epoch == self._first_epoch else 0
+        self._undo()
+        if epoch >= self._first_epoch and not self._saved[1]:
+            self._restored = None  # what callbacks do as this epoch begins was not done before
         if epoch >= self._first_epoch:
             self._unmute("on_epoch_begin", epoch, logs)
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         # Not at the end of the step before: Paddle's scheduler of the learning rate comes last.
         del logs
+        self._undo()
+        self._restored = None
         done = self._offset + step
         at_update = step % getattr(self.model, "_accumulate", 1) == 0
         if not at_update:
             return
         if self._all_stop():
-            self._save(self._epoch - 1, done)
+            if done:  # else it is saved, as it was before this epoch began
+                self._save(self._epoch - 1, done)
             self._end_stopped()
         if step and self._save_steps is not None and done % self._save_steps == 0:
             self._save(self._epoch - 1, done)
@@ -156,7 +166,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def _restore(self) -> None:
         loaded = load_state(self._store, self._state)
         self._first_epoch = self._first_step = 0
-        self._newest_epoch = self._muted = None
+        self._newest_epoch = self._muted = self._restored = None
         self._saved = -1, 0, False, self._plain_values()
         if loaded is None:
             return
@@ -167,7 +177,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             # Another number of trainers cuts an epoch into another number of steps.
             self._first_step = loaded.step * self._steps // before
         stopped_early = bool(loaded.more.get("stopped_early"))
-        self._saved = loaded.epoch_no, loaded.step, stopped_early, self._plain_values()
+        self._restored = self._plain_values()
+        self._saved = loaded.epoch_no, loaded.step, stopped_early, self._restored
         if loaded.more.get("stopped_early") and self.params["epochs"] <= loaded.more["epochs"]:
             self._first_epoch = self.params["epochs"]
         logger.info("going on with epoch %d, step %d", self._first_epoch, self._first_step)
@@ -196,6 +207,11 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             if self._offset:
                 data = _Rest(data, self._offset)
         return type(self.model)._run_one_epoch(self.model, data, callbacks, mode, *args)
+
+    def _undo(self) -> None:
+        """Undo what callbacks have done again to the learning rate, as this process began."""
+        if self._restored is not None:
+            self._state.load_rates(self._restored)
 
     def _mute(self, callbacks: Any) -> None:
         """Have the other callbacks hear nothing."""

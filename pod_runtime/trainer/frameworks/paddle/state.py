@@ -97,6 +97,11 @@ class PaddleState(BaseState):
             self._check_schedules()
         super().note_committed(of_epoch=of_epoch)
 
+    def load_rates(self, scalars: Mapping[str, Any]) -> None:
+        """Take over learning rates and schedules alone."""
+        for optimizer, _specs, plain in self._parts({}, scalars):
+            optimizer.load_plain(plain)
+
     def _schedules_now(self) -> list[tuple[str, Any]]:
         return [each.schedule() for each in self._paddle_optimizers]
 

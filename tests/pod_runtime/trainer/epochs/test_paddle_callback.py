@@ -219,6 +219,43 @@ def test_callbacks_hear_nothing_of_the_epochs_that_are_done(tmp_path):
     assert [each.rates for each in steps] == [[8.0, 8.0, 0.5], [0.5, 0.5]]
 
 
+@pytest.mark.parametrize("has_evaluation", [True, False])
+@pytest.mark.parametrize("save_steps", [None, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_callbacks_do_once_to_the_learning_rate_is_not_done_twice(
+    tmp_path, is_first, save_steps, has_evaluation
+):
+    class Milestones(paddle.callbacks.Callback):  # type: ignore[name-defined]
+        """Sets the first learning rate, and halves it as two epochs begin."""
+
+        def __init__(self, lost_in: int) -> None:
+            super().__init__()
+            self.lost_in = lost_in
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model._optimizer.set_lr(8.0)
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+            if epoch in (1, 3):
+                self.model._optimizer.set_lr(self.model._optimizer.get_lr() / 2)
+
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            rates[self.epoch].add(self.model._optimizer.get_lr())
+            if self.epoch == self.lost_in and step == 1:
+                raise LostError
+
+    rates: list[set[float]] = [set() for _epoch in range(5)]
+    for lost_in in (3, 4, -1):
+        callbacks = [Milestones(lost_in), ElasticCheckpoint(str(tmp_path), save_steps=save_steps)]
+        with contextlib.suppress(LostError):
+            small_model(1.0).fit(
+                ONE_BATCH * 3, ONE_BATCH if has_evaluation else None, epochs=5, verbose=0,
+                callbacks=callbacks[::-1] if is_first else callbacks,
+            )  # fmt: skip
+    assert rates == [{8.0}, {4.0}, {4.0}, {2.0}, {2.0}]
+
+
 def test_a_second_fit_of_a_network_in_one_folder_is_refused_or_told(tmp_path, caplog):
     model = small_model(0.1)
 

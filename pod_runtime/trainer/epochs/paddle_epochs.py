@@ -9,7 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.frameworks.paddle.checks import unowned_parameters
+from pod_runtime.trainer.frameworks.paddle.checks import check_is_no_fit, unowned_parameters
 from pod_runtime.trainer.frameworks.paddle.gradients import own_buffers
 from pod_runtime.trainer.frameworks.paddle.state import (
     PaddleState,
@@ -104,6 +104,7 @@ def open_state(
             raise UsageError(
                 "optimizer: missing; pass optimizer= with model=, its momentum is half of the state"
             )
+        check_is_no_fit(model)
         if not isinstance(model, paddle.nn.Layer):
             raise UsageError(
                 f"model: expected a paddle.nn.Layer, got {type(model).__name__}; a PyTorch script "

@@ -52,6 +52,7 @@ def check_arguments(
             "load_checkpoint and save_checkpoint of edl"
         )
     for model in models:
+        check_is_no_fit(model)
         if not isinstance(model, nn.Layer):
             raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
         for name, layer in model.named_sublayers(include_self=True):
@@ -75,6 +76,15 @@ def check_arguments(
             "learning_rate=, and not to the loop"
         )
     _check_extra(extra, {id(each) for model in models for each in model.parameters()})
+
+
+def check_is_no_fit(model: Any) -> None:
+    """Raises UsageError: it is one of Paddle's high-level API."""
+    if isinstance(model, paddle.Model):
+        raise UsageError(
+            "model: of a paddle.Model pass its network (model.network); or leave the training to "
+            "model.fit, and give that the callback ElasticCheckpoint"
+        )
 
 
 def check_average(average: Any, model: Any) -> None:

@@ -377,6 +377,12 @@ def test_checkpoints_of_the_elastic_loop_are_not_taken_for_an_empty_path(tmp_pat
             lambda path, t: load_checkpoint(None, path, model=object(), optimizer=t.optimizer),
             r"model: expected a paddle.nn.Layer, got object; .* elastic.Loop\(checkpoint=",
         ),
+        (
+            lambda path, t: load_checkpoint(
+                None, path, model=paddle.Model(t.model), optimizer=t.optimizer
+            ),
+            r"pass its network .*ElasticCheckpoint",
+        ),
         (lambda path, t: load_checkpoint(None, "", **t.state), "path: is empty"),
         (lambda path, t: save_checkpoint(None, path, **t.state), "train_status: expected"),
         (

@@ -755,6 +755,7 @@ def test_buffers_and_frozen_parameters_without_elements_are_carried():
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0.weight has sparse gradients"),
         (frozen, "none of its parameters is trained"),
         (lambda: 3, "model: expected a paddle.nn.Layer, got int"),
+        (lambda: paddle.Model(nn.Linear(1, 1)), r"pass its network .*fit.*ElasticCheckpoint"),
     ],
 )
 def test_a_model_that_cannot_be_elastic_is_refused_with_the_remedy(model, text):

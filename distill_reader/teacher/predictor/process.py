@@ -54,6 +54,10 @@ _MOST_DIFFERENCE = 0.05
 _ABOUT_INPUTS = (BadRequest, ValueError, TypeError, LookupError, NotImplementedError)
 
 
+class _DependsOnOthers(BadRequest):
+    """The model's answer to a sample depends on the others: no request of it is to be answered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model as it is served."""
@@ -120,7 +124,8 @@ class PredictorLoop:
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
             encoded = [encoder.encode(encoding) for encoding in run.encodings]
         except _ABOUT_INPUTS as error:
-            self._channel.send(MessageKind.REFUSED, (run.batch,), str(error).encode()[:4000])
+            numbers = run.batch, int(isinstance(error, _DependsOnOthers))
+            self._channel.send(MessageKind.REFUSED, numbers, str(error).encode()[:4000])
             return
         computed_us = int((time.perf_counter() - started) * 1e6)
         shapes = tuple(output.shape[1:] for output in outputs)
@@ -314,13 +319,13 @@ def _check_apart(model: LoadedModel, others: Mapping[str, Array], outputs: Seque
     """Compute `_with_others` of a batch, whose first half must get the answers that it had.
 
     Raises:
-        BadRequest: it does not, as of a model in training mode.
+        _DependsOnOthers: it does not, as of a model in training mode.
     """
     spec, kept = model.spec, _kept(len(outputs[0]))
     again = _check_outputs(spec, model.backend.run(others), len(outputs[0]))
     for tensor, before, after in zip(spec.outputs, outputs, again, strict=True):
         if differ_beyond_rounding(before[:kept], after[:kept], before, _MOST_DIFFERENCE):
-            raise BadRequest(
+            raise _DependsOnOthers(
                 f"output {tensor.name}: the answer to a sample depends on the others that are "
                 "computed with it, or differs each time, as of a model in training mode (batch "
                 "norm, dropout): call its eval() before it is exported, or in the backend"

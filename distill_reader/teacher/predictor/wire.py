@@ -5,7 +5,8 @@ integers of 64 bits, then JSON in some. Tensors are in arenas, which have ids; t
 arena is sent once.
 
     front:      START (JSON), ARENA (id; a descriptor), FORGET (id), RUN, WRITE
-    predictor:  READY (JSON), DONE, SHAPES, REFUSED (JSON), BROKEN (JSON; it ends after that), ALIVE
+    predictor:  READY (JSON), DONE, SHAPES, REFUSED (batch, 1 if all others are to be refused as
+                well; a text), BROKEN (JSON; it ends after that), ALIVE
 """
 
 import array

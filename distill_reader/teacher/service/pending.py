@@ -41,6 +41,7 @@ class ServedModel:
         self._fixed = tuple(output.shape for output in spec.outputs)
         self._learned: dict[Hashable, tuple[Shape, ...]] = {}
         self.plans: dict[Hashable, _Plan] = {}  # one per kind of request that passed the checks
+        self.fault = ""  # why it cannot be served at all, as was found meanwhile; "": it can
 
     def output_shapes(self, key: Hashable) -> tuple[Shape, ...] | None:
         """Return the shapes of one sample's outputs; None: they are not known until computed.

@@ -292,9 +292,11 @@ class PredictorService:
         self._arena.close()
 
     def _model(self, name: str) -> ServedModel:
-        if not name and len(self._models) == 1:
-            return self._models_by_index[0]
-        return get_model(self._models, name)
+        is_only_one = not name and len(self._models) == 1
+        model = self._models_by_index[0] if is_only_one else get_model(self._models, name)
+        if model.fault:
+            raise BadRequest(f"model {model.name}: {model.fault}")
+        return model
 
     def _allocate(self, size_bytes: int, held: Sequence[Buffer]) -> Slice:
         """Allocate memory for a request that has `held` already. Raises: as Allocate."""
@@ -405,7 +407,11 @@ class PredictorService:
                     state.may_send_ahead = computed_us < _AHEAD_US
                     ended = _count(batch, computed_us)
                 else:
-                    ended = self._refuse(batch, text.decode(errors="replace"))
+                    why = text.decode(errors="replace")
+                    if numbers[1]:  # whatever is asked
+                        batch.model.fault = why
+                        logger.error("model %s is not served any more: %s", batch.model.name, why)
+                    ended = self._refuse(batch, why)
                 self._dispatch(time.monotonic())
         if kind is MessageKind.DONE:
             self.metrics.batch_computed(batch.model.name, batch.samples, computed_us / 1e6)
@@ -459,14 +465,16 @@ class PredictorService:
 
     def _refuse(self, batch: _Batch, text: str) -> _Ended:
         """Handle a batch that the model refused: try each request alone, one may be the reason."""
-        if len({id(part.request) for part in batch.parts}) > 1:
+        requests = {id(part.request): part.request for part in batch.parts}
+        if len(requests) > 1 and not batch.model.fault:
             self._put_back_alone(batch)
             # Those that are over already only have memory to be released.
             return [(part.request, None) for part in batch.parts if part.request.is_over]
-        pending = batch.parts[0].request
-        pending.is_over = True
-        self._queue.remove(pending)
-        return [(pending, BadRequest(f"model {batch.model.name}: {text}"))]
+        for pending in requests.values():
+            pending.is_over = True
+            self._queue.remove(pending)
+        error = f"model {batch.model.name}: {text}"
+        return [(pending, BadRequest(error)) for pending in requests.values()]
 
     def _try_elsewhere(self, batch: _Batch, *, is_suspect: bool) -> _Ended:
         """Queue the requests of a dead predictor, each alone: one may be the reason."""

@@ -197,6 +197,21 @@ def test_a_model_whose_answers_depend_on_others_samples_is_refused_with_the_reme
         service.close()
 
 
+def test_a_model_that_was_refused_answers_no_sample_alone_either(folder):
+    settings = config(folder, "training", max_batch=2, batch_timeout_s=3600.0)
+    service = started(settings)
+    try:
+        joined = [ask(service, images(number)) for number in (1, 5)]
+        for future in joined:  # it would be right to ask each alone if one of them were at fault
+            with pytest.raises(BadRequest, match=r"model toy: output sum: .* depends on"):
+                future.result(WAIT_S)
+        with pytest.raises(BadRequest, match=r"model toy: output sum: .* depends on"):
+            ask(service, images(3))
+        assert memory_of(service) == 0
+    finally:
+        service.close()
+
+
 def test_a_quantized_model_whose_rounding_depends_on_other_samples_is_served(folder):
     service = started(config(folder, "quantized", devices=(Device(),)))
     try:

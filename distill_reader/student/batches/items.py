@@ -321,7 +321,11 @@ class _Fields:
         except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(f"field {name}: cannot be made an array: {error}") from error
         if array.dtype == object:
-            raise UsageError(f"field {name}: its values differ in shape; {self._see_setters()}")
+            what = "has objects" if array.ndim else f"is {type(value).__name__}"
+            raise UsageError(
+                f"field {name}: {what}, and teachers take numbers: yield it as such, or have None "
+                "in its place in `ins` if it is not for them"
+            )
         arrays[index] = array
         if is_tensor:
             return given

@@ -195,6 +195,8 @@ def test_an_array_of_objects_counts_as_them_under_a_name_that_no_teacher_takes_t
         (BATCH, (7, [[1, 2], [3]]), "field image: "),
         (SAMPLES, IMAGE, "expected a list of tuples, got ndarray"),
         (BATCH, (7, np.ma.masked_less(IMAGE, 3)), "field image: is a masked array"),
+        (SAMPLE, (7, None), "field image: is NoneType, and teachers take numbers: .* None in its"),
+        (SAMPLE, (7, [1, None]), "field image: has objects, and teachers take numbers"),
         (SAMPLES, [7], "expected a tuple of fields, got int"),
         (SAMPLE, [IMAGE], "expected 2 fields as in `ins`, got 1"),
     ],

@@ -51,7 +51,12 @@ in_background() {
     [ -z "$(other_machine "$state/$name.pid")" ] || of_other="$(cat "$state/$name.pid")"
     setsid "$@" >>"$state/$name.log" 2>&1 </dev/null 9>&- &
     started_pid=$!
-    printf '%s %s\non %s\n' "$started_pid" "$(started_at "$started_pid")" "$(uname -n)" >"$state/$name.pid"
+    if ! printf '%s %s\non %s\n' "$started_pid" "$(started_at "$started_pid")" "$(uname -n)" >"$state/$name.pid"; then
+        kill -TERM "$started_pid" 2>/dev/null || true # else no --stop would ever find it
+        rm -f "$state/$name.pid"
+        die "$state/$name.pid cannot be written, so $name is not started. Make room there, or name another" \
+            "folder: EDL_STATE_DIR=DIR $0"
+    fi
 }
 
 # stop_background NAME SECONDS: SIGTERM, wait, and after that many seconds say that it still runs. A

@@ -428,6 +428,20 @@ def test_what_another_machine_has_started_from_the_same_folder_keeps_its_pid_fil
     assert file.read_text() == "4190000 1\non node-a\n"
 
 
+def test_what_is_started_on_a_full_disk_does_not_stay_where_no_stop_finds_it(tmp_path: Path):
+    (tmp_path / "state").mkdir()
+    full = "trap '' XFSZ; ulimit -f 0"  # no byte can be written to a file
+    program = f"trap 'echo $started_pid' EXIT; {full}; in_background job_client sleep 60"
+    refused = subprocess.run(
+        ["bash", "-euc", f"source scripts/lib.sh; source scripts/background.sh; {program}"],
+        cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "EDL_STATE_DIR=" in refused.stderr
+    wait_until(lambda: is_gone(int(refused.stdout)))
+    assert not (tmp_path / "state" / "job_client.pid").exists()
+
+
 def test_a_client_is_asked_to_end_once_however_often_stop_is_called(tmp_path: Path):
     """A second signal would end it at once, without the state that it is writing."""
     said, done = tmp_path / "said", tmp_path / "done"

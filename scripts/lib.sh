@@ -93,6 +93,8 @@ ensure_venv() {
         rm -rf "$venv"
         "$base" -m venv "$venv" || die "$venv could not be made; is the disk full or read-only?"
     fi
+    : >"$log" || die "$venv is not made for this version of EDL, and user $(id -un 2>/dev/null || id -u) cannot" \
+        "write it: have its owner call $0 once, or use a copy of $root of your own"
     rm -f "$made"
     if [ "$framework" = paddle ] && [ "$( (gpu_count) 2>/dev/null || echo 0)" -gt 0 ]; then
         if "$python" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then
@@ -103,7 +105,6 @@ ensure_venv() {
             framework=gpu
         fi
     fi
-    : >"$log"
     quietly "Installing EDL and what it needs into .venv, once ($size, a minute or two)" "$log" \
         "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --editable "${root}[$framework,$extras]" || exit 1

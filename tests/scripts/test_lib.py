@@ -122,6 +122,19 @@ def test_a_failed_installation_is_shown_fails_and_is_tried_again(checkout: Check
     assert len(checkout.pip_calls()) == 2
 
 
+def test_an_environment_of_another_user_that_is_out_of_date_is_told_with_the_remedy(
+    checkout: Checkout,
+):
+    checkout.install("examples")
+    (checkout.root / "pyproject.toml").write_text("other")
+    (checkout.root / ".venv" / "install.log").unlink()
+    (checkout.root / ".venv" / "install.log").mkdir()  # whose rights root would not heed
+    refused = checkout.install("examples")
+    assert refused.returncode == 1
+    assert "have its owner call" in refused.stderr
+    assert len(checkout.pip_calls()) == 1
+
+
 def test_a_python_without_venv_is_told_which_package_is_missing(checkout: Checkout):
     refused = checkout.install("examples", ENSUREPIP_EXIT="1")
     assert refused.returncode == 1

@@ -39,7 +39,7 @@ one_at_a_time() {
     local lock="$state/$1.lock"
     : >>"$lock" || die "$lock cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
     exec 9>>"$lock"
-    flock 9
+    flock 9 || die "$lock cannot be locked; name a folder on a local disk: EDL_STATE_DIR=DIR $0"
 }
 
 # in_background NAME COMMAND...: starts it in a session of its own; its log is $state/NAME.log.

@@ -31,7 +31,13 @@ trap 'exit 129' HUP
 only_one() {
     : >>"$1/lock" || die "$1/lock cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
     exec 9>>"$1/lock"
-    flock -n 9 || die "$1 is another run's: wait until that is over, or name another folder: EDL_STATE_DIR=DIR $0"
+    local status=0
+    flock -n 9 || status=$?
+    case "$status" in
+        0) ;;
+        1) die "$1 is another run's: wait until that is over, or name another folder: EDL_STATE_DIR=DIR $0" ;;
+        *) die "$1/lock cannot be locked; name a folder on a local disk: EDL_STATE_DIR=DIR $0" ;;
+    esac
 }
 
 # train PROGRAM OPTIONS...: one training to its end. In the background, as a trap waits for what is in

@@ -442,6 +442,24 @@ def test_what_is_started_on_a_full_disk_does_not_stay_where_no_stop_finds_it(tmp
     assert not (tmp_path / "state" / "job_client.pid").exists()
 
 
+@pytest.mark.parametrize(
+    "call", ["background.sh; one_at_a_time job_client", "with_teachers.sh; only_one $state"]
+)
+def test_a_folder_that_knows_no_locks_is_told_with_the_remedy(tmp_path: Path, call: str):
+    """As some mounts of NFS and Lustre: `flock` ends with another code than where one waits."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "flock").write_text("#!/bin/sh\necho 'flock: 9: No locks available' >&2; exit 71\n")
+    (tmp_path / "flock").chmod(0o755)
+    settings = environment(tmp_path)
+    refused = subprocess.run(
+        ["bash", "-euc", f"state=$EDL_STATE_DIR; source scripts/lib.sh; source scripts/{call}"],
+        cwd=ROOT, env=settings | {"PATH": f"{tmp_path}:{settings['PATH']}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "name a folder on a local disk: EDL_STATE_DIR=" in refused.stderr
+
+
 def test_a_client_is_asked_to_end_once_however_often_stop_is_called(tmp_path: Path):
     """A second signal would end it at once, without the state that it is writing."""
     said, done = tmp_path / "said", tmp_path / "done"

@@ -9,12 +9,11 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../scripts/lib.sh"
 source "$here/../scripts/background.sh"
 
-# A secret is often mounted so that all may read it, which the programs refuse: they get a copy.
+# A secret is often mounted so that all may read it, which a server and `edl` refuse: they get a copy. The
+# others read the secret itself, again where the server has another one by then.
 private_token() {
     local copy
     [ -n "${EDL_TOKEN_FILE:-}" ] || return 0
-    [ -r "$EDL_TOKEN_FILE" ] || die "EDL_TOKEN_FILE: $EDL_TOKEN_FILE cannot be read by user $(id -u);" \
-        "give the file to that user, or run as its owner (docker: --user, compose: EDL_UID)"
     case "$(stat -L -c %a "$EDL_TOKEN_FILE")" in
         *00) ;;
         *)
@@ -38,11 +37,14 @@ esac
 make_state
 [ -w "$state" ] || die "$state cannot be written by user $(id -u): mount a folder of that user there," \
     "or run as its owner (docker: --user, compose: EDL_UID)"
-private_token
+[ -z "${EDL_TOKEN_FILE:-}" ] || [ -r "$EDL_TOKEN_FILE" ] || die \
+    "EDL_TOKEN_FILE: $EDL_TOKEN_FILE cannot be read by user $(id -u);" \
+    "give the file to that user, or run as its owner (docker: --user, compose: EDL_UID)"
 # note ROLE HOST PORT: what health.py asks, which is where the program listens.
 note() { printf '%s\n' "$*" >"$state/.role"; }
 case "$role" in
     server)
+        private_token
         note server "$(server_bind "$@")" "$(option server_port 8180 "$@")"
         exec "$here/../scripts/start_job_server.sh" --foreground "$@"
         ;;
@@ -66,6 +68,7 @@ case "$role" in
             say "entry.sh: there is no command '$role'; $expected"
             exit 127
         }
+        private_token
         exec -- "$role" "$@"
         ;;
 esac

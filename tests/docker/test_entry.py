@@ -108,6 +108,19 @@ def test_a_client_is_healthy_as_long_as_it_lives_though_no_server_answers(
     assert "has ended" in health(environ)
 
 
+def test_a_client_reads_a_token_that_was_changed_in_the_secret_itself(
+    start, environ, tmp_path: Path
+):
+    """Of a copy from its start it was refused for good: its node was lost, and its jobs waited."""
+    script = tmp_path / "train.sh"
+    script.write_text("exit 0\n")
+    server = f"http://127.0.0.1:{free_port()}"
+    client = start("client", "--job_server", server, "--port_range", "auto", str(script))
+    wait_until(lambda: health(environ) == "", what="the client is healthy")
+    told = Path(f"/proc/{client.pid}/environ").read_text().split("\0")
+    assert f"EDL_TOKEN_FILE={tmp_path / 'secret'}" in told
+
+
 def test_whoever_holds_the_clients_lock_is_the_client(environ, tmp_path: Path):
     state = tmp_path / "state"
     (state / "pod_log").mkdir(parents=True)

@@ -412,8 +412,10 @@ def server_url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     try:
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         name = parts.hostname or ""
+        labels = name.strip().removesuffix(".").split(".")
+        valid = parts.scheme in ("http", "https") and parts.port != 0
+        valid = valid and all(1 <= len(label) <= 63 for label in labels)  # as DNS has them
         if parts.port is None and name.isdecimal() and int(name) < 2**16:
             valid = False  # a port without its host; containers have longer numbers as names
         port = f":{DEFAULT_PORT}" if "://" not in text and parts.port is None else ""

@@ -377,6 +377,9 @@ def test_a_servers_url_may_leave_out_the_scheme(text, url):
         "file:///x",
         "a b:1",
         "8180",
+        " ",
+        "10.0.0..1:8180",
+        "b" * 64,
     ],
 )
 def test_what_is_no_url_is_refused(text):

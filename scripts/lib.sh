@@ -67,12 +67,24 @@ borrow_line() {
     "$1" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
 }
 
+# Whether .venv is as ensure_venv, whose variables it uses, would make it.
+venv_fits() {
+    local stamp
+    for stamp in "${stamps[@]}"; do
+        if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
+            return 0
+        fi
+    done
+    return 1
+}
+
 # Makes $root/.venv with these extras of pyproject.toml ($1) and a framework ($2: paddle, unless told
 # torch), once: a stamp holds the digest of what it was made from. "dev" contains all that "examples"
 # needs, and both frameworks. What is in .venv already and fits is left there.
 # Leaves the interpreter in $python.
 ensure_venv() {
-    local extras="$1" framework="${2:-paddle}" venv="$root/.venv" digest stamp made log base="" size="about 250 MB"
+    local extras="$1" framework="${2:-paddle}" venv="$root/.venv" digest made stamps log base="" size="about 250 MB"
+    local waits=0
     python="$venv/bin/python"
     made="$venv/.made-for-$extras"
     if [ "$framework" = torch ]; then
@@ -80,15 +92,26 @@ ensure_venv() {
     fi
     digest="$(cat "$root/pyproject.toml" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d ' ' -f 1)"
     log="$venv/install.log"
-    for stamp in "$venv/.made-for-dev" "$made"; do
-        if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
-            return
-        fi
-    done
+    stamps=("$venv/.made-for-dev" "$made")
+    if venv_fits; then
+        return
+    fi
 
     base="$(find_python)"
     "$base" -c 'import ensurepip, venv' >/dev/null 2>&1 || die \
         "$base cannot make virtual environments; on Debian or Ubuntu: sudo apt-get install python3-venv"
+    # Of two at once one would delete what the other installs, or write over it.
+    if { exec 8>>"$venv.lock"; } 2>/dev/null; then
+        flock -n 8 2>/dev/null || waits=$?
+        if [ "$waits" -eq 1 ]; then # else the file system has no locks
+            say "  Another one installs into .venv; waiting for it."
+            flock 8
+        fi
+        if venv_fits; then
+            exec 8>&-
+            return
+        fi
+    fi
     if [ ! -x "$python" ] || ! "$python" -c '' 2>/dev/null; then
         rm -rf "$venv"
         "$base" -m venv "$venv" || die "$venv could not be made; is the disk full or read-only?"
@@ -96,6 +119,8 @@ ensure_venv() {
     : >"$log" || die "$venv is not made for this version of EDL, and user $(id -un 2>/dev/null || id -u) cannot" \
         "write it: have its owner call $0 once, or use a copy of $root of your own"
     rm -f "$made"
+    # It is not there where the making of .venv was cut off, or where uv has made it.
+    "$python" -c 'import pip' 2>/dev/null || "$python" -m ensurepip >>"$log" 2>&1 || true
     if [ "$framework" = paddle ] && [ "$( (gpu_count) 2>/dev/null || echo 0)" -gt 0 ]; then
         if "$python" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then
             framework=gpu
@@ -109,6 +134,7 @@ ensure_venv() {
         "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --editable "${root}[$framework,$extras]" || exit 1
     printf '%s\n' "$digest" >"$made"
+    exec 8>&-
 }
 
 # For programs that need EDL but no test tools: $EDL_PYTHON, else .venv, else the caller's Python

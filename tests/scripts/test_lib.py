@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from tests.support import ROOT
 FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m ensurepip") echo "ensurepip" >>"$CALLS" ;;
     "-m pip")
         echo "pip $*" >>"$CALLS"
+        sleep "${PIP_S:-0}"
         echo "pip says something"
         exit "${PIP_EXIT:-0}" ;;
     "-c "*"ensurepip"*) exit "${ENSUREPIP_EXIT:-0}" ;;
+    "-c import pip") exit "${PIP_IS_MISSING:-0}" ;;
     "-c "*"version_info"*) exit "${VERSION_EXIT:-0}" ;;
 esac
 """
@@ -133,6 +137,21 @@ def test_an_environment_of_another_user_that_is_out_of_date_is_told_with_the_rem
     assert refused.returncode == 1
     assert "have its owner call" in refused.stderr
     assert len(checkout.pip_calls()) == 1
+
+
+def test_of_two_that_install_at_once_one_waits_and_asks_pip_nothing(checkout: Checkout):
+    """As on machines that mount the folder: the second deleted what the first was making."""
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: checkout.install("examples", PIP_S="0.3"), range(2)))
+    assert [each.returncode for each in both] == [0, 0]
+    assert len(checkout.pip_calls()) == 1
+
+
+def test_an_environment_that_was_cut_off_before_it_had_pip_gets_it(checkout: Checkout):
+    """By a Ctrl-C, say: each later start ended with "No module named pip"."""
+    checkout.install("examples", PIP_EXIT="3")
+    assert checkout.install("examples", PIP_IS_MISSING="1").returncode == 0
+    assert checkout.pip_calls()[1] == "ensurepip"
 
 
 def test_a_python_without_venv_is_told_which_package_is_missing(checkout: Checkout):

@@ -69,9 +69,11 @@ borrow_line() {
 
 # Whether .venv is as ensure_venv, whose variables it uses, would make it.
 venv_fits() {
-    local stamp
+    local stamp made_from place
     for stamp in "${stamps[@]}"; do
-        if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
+        { read -r made_from && read -r place; } 2>/dev/null <"$stamp" || continue
+        # The place counts: in a folder that was copied with its .venv, that runs the code of the first one.
+        if [ -x "$python" ] && [ "$made_from" = "$digest" ] && [ "$place" -ef "$root" ]; then
             return 0
         fi
     done
@@ -79,12 +81,12 @@ venv_fits() {
 }
 
 # Makes $root/.venv with these extras of pyproject.toml ($1) and a framework ($2: paddle, unless told
-# torch), once: a stamp holds the digest of what it was made from. "dev" contains all that "examples"
-# needs, and both frameworks. What is in .venv already and fits is left there.
+# torch), once: a stamp holds the digest of what it was made from, and where. "dev" contains all that
+# "examples" needs, and both frameworks. What is in .venv already and fits is left there.
 # Leaves the interpreter in $python.
 ensure_venv() {
     local extras="$1" framework="${2:-paddle}" venv="$root/.venv" digest made stamps log base="" size="about 250 MB"
-    local waits=0
+    local waits=0 site=""
     python="$venv/bin/python"
     made="$venv/.made-for-$extras"
     if [ "$framework" = torch ]; then
@@ -118,6 +120,11 @@ ensure_venv() {
     fi
     : >"$log" || die "$venv is not made for this version of EDL, and user $(id -un 2>/dev/null || id -u) cannot" \
         "write it: have its owner call $0 once, or use a copy of $root of your own"
+    if [ -e "$venv/bin/activate" ] && ! grep -qF "$venv" "$venv/bin/activate"; then # it was moved
+        if grep -q 'site-packages = true' "$venv/pyvenv.cfg"; then site=--system-site-packages; fi
+        "$python" -m venv ${site:+"$site"} "$venv" || die "$venv is that of another folder, and cannot be" \
+            "mended; remove it"
+    fi
     rm -f "$made"
     # It is not there where the making of .venv was cut off, or where uv has made it.
     "$python" -c 'import pip' 2>/dev/null || "$python" -m ensurepip >>"$log" 2>&1 || true
@@ -133,7 +140,7 @@ ensure_venv() {
     quietly "Installing EDL and what it needs into .venv, once ($size, a minute or two)" "$log" \
         "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --editable "${root}[$framework,$extras]" || exit 1
-    printf '%s\n' "$digest" >"$made"
+    printf '%s\n%s\n' "$digest" "$root" >"$made"
     exec 8>&-
 }
 

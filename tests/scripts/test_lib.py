@@ -14,7 +14,10 @@ from tests.support import ROOT
 # Says yes to every question, makes a "virtual environment" of copies of itself, notes pip's calls.
 FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
-    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m venv")
+        mkdir -p "$3/bin"
+        echo "$3" >"$3/bin/activate"
+        [ -e "$3/bin/python" ] || cp "$0" "$3/bin/python" ;;
     "-m ensurepip") echo "ensurepip" >>"$CALLS" ;;
     "-m pip")
         echo "pip $*" >>"$CALLS"
@@ -145,6 +148,19 @@ def test_of_two_that_install_at_once_one_waits_and_asks_pip_nothing(checkout: Ch
         both = list(pool.map(lambda _: checkout.install("examples", PIP_S="0.3"), range(2)))
     assert [each.returncode for each in both] == [0, 0]
     assert len(checkout.pip_calls()) == 1
+
+
+def test_a_copy_of_the_folder_does_not_run_the_code_of_the_first_one(checkout: Checkout):
+    checkout.install("examples")
+    copy = checkout.root.with_name("copy")
+    shutil.copytree(checkout.root, copy)
+    (copy / ".venv" / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    checkout.root = copy
+    assert checkout.install("examples").stdout == f"has {copy}/.venv/bin/python\n"
+    assert checkout.pip_calls()[1].endswith(f"--editable {copy}[paddle,examples]")
+    assert (copy / ".venv" / "bin" / "activate").read_text() == f"{copy}/.venv\n"
+    checkout.install("examples")
+    assert len(checkout.pip_calls()) == 2
 
 
 def test_an_environment_that_was_cut_off_before_it_had_pip_gets_it(checkout: Checkout):

@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
@@ -262,8 +263,8 @@ class Beside:
                 inner = thing
             elif issubclass(type(thing), tuple(self._numbers)):  # it may be made of others
                 inner, depth = vars(thing).values(), _DEEPEST
-            elif hasattr(thing, "__dict__") and is_of_script(type(thing).__module__):
-                inner = vars(thing).values()
+            elif hasattr(thing, "__dict__") and not isinstance(thing, type | ModuleType):
+                inner = vars(thing).values()  # also of packages, as torch_ema has averages
             for each in inner:
                 self._note(each, found, depth - 1)
 

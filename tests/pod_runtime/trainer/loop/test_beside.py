@@ -500,6 +500,27 @@ def test_an_average_that_was_passed_is_not(kit):
     train(kit, model, after_update=update, extra=extra)
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_an_average_of_a_package_that_was_passed_is_not(kit, within):
+    """As torch_ema's, alone or in an object of the script that hands its state on."""
+
+    class Packaged(Shadows):
+        __module__ = "torch_ema"  # no module of the script
+
+    class Holder:
+        def __init__(self, average: Any) -> None:
+            self.average, self.kind = average, type(average)
+            self.state_dict, self.load_state_dict = average.state_dict, average.load_state_dict
+            self.set_state_dict = average.set_state_dict
+
+    model = kit.net()
+    average = Packaged(kit, model)
+    train(
+        kit, model, after_update=lambda _where: average.update(model),
+        extra={"average": Holder(average) if within else average},
+    )  # fmt: skip
+
+
 def test_what_another_thread_is_about_to_make_ends_no_training(kit):
     """Python shows a tuple that has empty places: to read one ends the process."""
     may_end = threading.Event()

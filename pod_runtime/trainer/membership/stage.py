@@ -107,7 +107,11 @@ class StageJoiner:
             check_outlives_pod(settings.checkpoint, os.environ)
             self._checkpoint = absolute(settings.checkpoint)
         self._before = before
-        self._origin = LoopOrigin(number=before.number, checkpoint=settings.checkpoint or "")
+        self._origin = LoopOrigin(
+            number=before.number,
+            checkpoint=settings.checkpoint or "",
+            folder=self._checkpoint or "",
+        )
         self._activity = own_activity()
         self._activity.begin(Doing.STARTING)
         self.framework = make_framework(HEADER_SIZE)
@@ -533,7 +537,7 @@ class StageJoiner:
                 f"checkpoint path"
             )
         self._orders.known(status)
-        self._say_other_folder(status.origin.checkpoint)
+        self._say_other_folder(status.origin.folder)
         return replace(status.for_run(run), promise=promise)
 
     @property
@@ -582,7 +586,7 @@ class StageJoiner:
 
         Nodes may have paths of their own for what all of them see, but not the other's then.
         """
-        here = self._settings.checkpoint
+        here = self._checkpoint
         is_seen = "://" in before or os.path.isdir(before)
         if self._rank or self._link is None or not before or here in (None, before) or not is_seen:
             return
@@ -593,8 +597,9 @@ class StageJoiner:
         self._said.add(before)
         logger.warning(
             "checkpoint: %s here, and %s in the process that made the state. A path that is made "
-            "anew in each process, as by the time of its start, scatters the checkpoints, and no "
-            "later start goes on from them: make it once, and pass it to the script", here, before,
+            "anew in each process, as by the time of its start, or is relative to a folder that is "
+            "another one in each, scatters the checkpoints, and no later start goes on from "
+            "them: make it once, and pass it to the script", here, before,
         )  # fmt: skip
 
     def _check_constants(self, status: LoopStatus, where: str) -> None:

@@ -21,6 +21,7 @@ class LoopOrigin:
 
     number: int = 0  # of the loops that the process had made before
     checkpoint: str = ""  # the loop's argument; "": none, or of an older version
+    folder: str = ""  # where that was in the process that made the state; "": likewise
 
     def is_of(self, other: Self, *, is_finished: bool) -> bool:
         """Whether a state of `self` is one of the loop `other`, in another process.

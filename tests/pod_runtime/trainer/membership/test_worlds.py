@@ -229,17 +229,32 @@ def test_what_each_process_has_drawn_for_the_script_is_told(launch):
     assert stage.logs().count("of the script, features: not the same as where the state of") == 1
 
 
-def test_a_folder_of_checkpoints_that_each_process_makes_anew_is_told(launch, tmp_path: Path):
-    """As one with the time of the start in its name: no later start would go on from there."""
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_folder_of_checkpoints_that_each_process_makes_anew_is_told(
+    launch, tmp_path: Path, is_relative
+):
+    """As one with the time of the start in its name: no later start would go on from there.
+
+    Or a path that is relative to such a folder, to which Hydra changes.
+    """
     job = launch("counting.py", 1)
     folders = [str(tmp_path / name) for name in ("10-15-01", "10-15-09")]
-    stage = job.start(1, *out(job, "--checkpoint", folders[0], step_s=0.05))
+    paths, within = folders, [(), ()]
+    if is_relative:
+        paths = ["ckpt", "ckpt"]
+        within = [("env", "-C", each) for each in folders]
+        for each in folders:
+            Path(each).mkdir()
+        folders = [f"{each}/ckpt" for each in folders]
+    stage = job.start(1, *out(job, "--checkpoint", paths[0], step_s=0.05), prefix=within[0])
     stage.go()
     stage.wait_step(3)
     stage.cut()
     restore_from = (stage.number, stage.drained())
     stage.end()
-    stage = job.start(1, *out(job, "--checkpoint", folders[1]), restore_from=restore_from)
+    stage = job.start(
+        1, *out(job, "--checkpoint", paths[1]), restore_from=restore_from, prefix=within[1]
+    )
     stage.go()
     finish(stage)
     text = f"checkpoint: {folders[1]} here, and {folders[0]} in the process that made the state"

@@ -140,8 +140,12 @@ def from_plain(value: Any) -> Any:
 def _of_tensor(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return plain_values.marked("tensor", value.item(), dtype=dtype_name(value))
+    if isinstance(value, torch.dtype):  # an option of some optimizers, as timm's Adafactor
+        return plain_values.marked("tensor", None, dtype=str(value).removeprefix("torch."))
     return None
 
 
 def _make_tensor(plain: Mapping[str, Any]) -> Any:
+    if plain["value"] is None:
+        return getattr(torch, plain["dtype"])
     return torch.tensor(plain["value"], dtype=getattr(torch, plain["dtype"]))

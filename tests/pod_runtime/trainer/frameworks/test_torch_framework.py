@@ -423,7 +423,7 @@ def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     "value",
     [
         Counter({30: 1, 60: 2}), {1: "a"}, {"a": [1, (2.5, None)]}, (0.9, 0.999), float("inf"), {},
-        {"~pairs": 1},
+        {"~pairs": 1}, torch.bfloat16,
     ],
     ids=repr,
 )  # fmt: skip

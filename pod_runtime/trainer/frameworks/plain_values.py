@@ -240,7 +240,12 @@ def to_float(value: Any) -> float:
 
 
 def nested(name: str, thing: Any) -> dict[str, Any]:
-    """Return an object's state as {path: leaf}; lists with tensors in them are walked through.
+    """Return the state of an object in `extra=`, as `flattened` does."""
+    return flattened(f"extra {name}", thing.state_dict())
+
+
+def flattened(name: str, whole: Any) -> dict[str, Any]:
+    """Return a state as {path: leaf}; lists with tensors in them are walked through.
 
     A mapping without tensors whose keys cannot be parts of a path is a leaf.
 
@@ -252,24 +257,24 @@ def nested(name: str, thing: Any) -> dict[str, Any]:
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping) and value:
             strange = [key for key in value if not _is_step(key)]
-            if strange and not _holds_tensors(list(value.values())):
+            if strange and not holds_tensors(list(value.values())):
                 flat[prefix] = value  # numbers by number or by path: one leaf
                 return
             if strange:
                 raise StateError(
-                    f"extra {name}: keys of tensors must be text without '/', and not like '[0]', "
+                    f"{name}: keys of tensors must be text without '/', and not like '[0]', "
                     f"got {strange[0]!r}"
                 )
             for key, item in value.items():
                 walk(f"{prefix}/{key}" if prefix else key, item)
-        elif _holds_tensors(value):
+        elif holds_tensors(value):
             form = "[{}]" if isinstance(value, list) else "({})"
             for index, item in enumerate(value):
                 walk(f"{prefix}/{form.format(index)}", item)
         else:
             flat[prefix] = value
 
-    walk("", thing.state_dict())
+    walk("", whole)
     return flat
 
 
@@ -278,18 +283,18 @@ def _is_step(key: Any) -> bool:
     return isinstance(key, str) and "/" not in key and not _PLACE.fullmatch(key)
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
     """Whether it is a list or a tuple with tensors or arrays in it."""
     return isinstance(value, list | tuple) and any(
         hasattr(each, "detach")
         or isinstance(each, np.ndarray)
-        or _holds_tensors(list(each.values()) if isinstance(each, Mapping) else each)
+        or holds_tensors(list(each.values()) if isinstance(each, Mapping) else each)
         for each in value
     )
 
 
 def unflatten(flat: Mapping[str, Any]) -> Any:
-    """Return the nested form of what `nested` returned."""
+    """Return the nested form of what `flattened` returned."""
     whole: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split("/")
@@ -302,7 +307,7 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a nested form with the lists that `nested` walked through; leaves are in tuples."""
+    """Return a nested form with the lists that `flattened` walked through; leaves are in tuples."""
     if isinstance(value, tuple):
         return value[0]
     made = {key: _with_lists(each) for key, each in value.items()}

@@ -17,7 +17,12 @@ from pod_runtime.trainer.frameworks.base_state import (
     parameter_and_kind,
 )
 from pod_runtime.trainer.frameworks.buffers import OwnBuffers
-from pod_runtime.trainer.frameworks.plain_values import own_copy
+from pod_runtime.trainer.frameworks.plain_values import (
+    flattened,
+    holds_tensors,
+    own_copy,
+    unflatten,
+)
 from pod_runtime.trainer.frameworks.torch import tensors
 from pod_runtime.trainer.frameworks.torch.tensors import (
     dtype_name,
@@ -221,6 +226,9 @@ class TorchOptimizer:
             "scheduler_kinds": self._scheduler_kinds,
             "built": self.built,
             "optimizer_numbers": self._numbers(),
+            "optimizer_nested": [
+                f"{name}.{kind}" for name, kind, value in self._state() if _is_nested(value)
+            ],
             **self._plain(*now),
         }
 
@@ -269,8 +277,15 @@ class TorchOptimizer:
             for each in group["params"]
         }
         kept: dict[str, dict[str, Any]] = {}
+        parts: dict[str, dict[str, Any]] = {
+            name: {} for name in scalars.get("optimizer_nested", ())
+        }
         for name, spec in specs.items():
             owner, kind = parameter_and_kind(name, parameters)
+            if (whole := _whole(name, parts)) is not None:
+                made = make_tensor(source, spec).to(parameters[owner].device)
+                parts[whole][name.removeprefix(whole)] = made
+                continue
             live = self._optimizer.state.get(parameters[owner], {}).get(kind)
             if _is_same_kind(live, spec):
                 fill(live, source, spec)
@@ -279,8 +294,14 @@ class TorchOptimizer:
                 live = _made_for(parameters[owner], kind, made, counts_there=owner in counting)
             kept.setdefault(owner, {})[kind] = live
         for name, value in scalars["optimizer_numbers"].items():
+            if (whole := _whole(name, parts)) is not None:
+                parts[whole][name.removeprefix(whole)] = from_plain(value)
+                continue
             owner, kind = parameter_and_kind(name, parameters)
             kept.setdefault(owner, {})[kind] = from_plain(value)
+        for name, flat in parts.items():
+            owner, kind = parameter_and_kind(name, parameters)
+            kept.setdefault(owner, {})[kind] = unflatten(flat)
         for name, parameter in parameters.items():
             if name in kept:
                 self._optimizer.state[parameter] = kept[name]
@@ -328,6 +349,19 @@ class TorchOptimizer:
     def _kept(self) -> Iterator[tuple[str, Any]]:
         """Yield what it keeps of parameters, by "<parameter>.<what it is>".
 
+        The parts of what has tensors within, as lists of preconditioners, by their paths.
+        """
+        for name, kind, value in self._state():
+            if _is_nested(value):
+                whole = f"{name}.{kind}"
+                for path, each in flattened(f"optimizer/{whole}", value).items():
+                    yield f"{whole}{path if path.startswith('/') else f'/{path}'}", each
+            else:
+                yield f"{name}.{kind}", value
+
+    def _state(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield a parameter's name, what it keeps of it, and that.
+
         Raises:
             StateError: the optimizer calls it by something else than a text.
         """
@@ -338,7 +372,7 @@ class TorchOptimizer:
                         f"optimizer/{name}: its state has the key {kind!r}, and could not be "
                         f"loaded again; use texts as keys"
                     )
-                yield f"{name}.{kind}", value
+                yield name, kind, value
 
 
 def _with_rates(thing: Any) -> Any:
@@ -417,6 +451,17 @@ def _numbers_of(optimizer: Any) -> list[str]:
         *(f"{name}={value!r}" for name, value in sorted(optimizer.defaults.items())),
         *(f"group of {len(group['params'])}" for group in optimizer.param_groups),
     ]
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether it is a container with tensors within."""
+    return isinstance(value, list | tuple | Mapping) and holds_tensors([value])
+
+
+def _whole(name: str, wholes: Collection[str]) -> str | None:
+    """Return of which of these a name is a part; None: of none."""
+    whole = name.partition("/")[0]
+    return whole if "/" in name and whole in wholes else None
 
 
 def _is_same_kind(live: Any, spec: StateTensor) -> bool:

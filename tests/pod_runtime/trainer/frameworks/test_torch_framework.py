@@ -396,6 +396,44 @@ def test_tensors_of_a_type_that_cannot_be_stored_are_refused_before_the_first_st
         torch_framework(model, optimizer, header_size=HEADER)
 
 
+class Preconditioned(torch.optim.SGD):
+    """It keeps lists and dicts of tensors, as SOAP, PSGD and AggMo do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for each in (each for group in self.param_groups for each in group["params"]):
+            kept = self.state[each]
+            if not kept:
+                kept["Q"] = [torch.eye(n) for n in each.shape] + [[], None, 3]
+                kept["means"] = {"fast": torch.ones_like(each), "slow": (each.detach() + 1, 2.5)}
+                kept["a/b"] = torch.ones(2)
+            kept["Q"][0] += each.grad.norm()
+            kept["means"]["fast"].lerp_(each.grad, 0.1)
+        return super().step(closure)
+
+
+def test_lists_and_dicts_of_tensors_of_an_optimizer_travel():
+    def trained(steps: int) -> Any:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 3)
+        optimizer = Preconditioned(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+        return model, optimizer, torch_framework(model, optimizer, header_size=HEADER).state
+
+    (model, optimizer, state), (other_model, other, loaded) = trained(2), trained(0)
+    layout = state.layout()
+    data = bytearray(layout.total_bytes)
+    state.copy_out(memoryview(data))
+    loaded.load(layout, memoryview(data), json.loads(json.dumps(state.scalars())))
+    for one, two in zip(model.parameters(), other_model.parameters(), strict=True):
+        kept, back = optimizer.state[one], other.state[two]
+        assert {key: str(each) for key, each in back.items()} == {
+            key: str(each) for key, each in kept.items()
+        }
+        assert back["Q"][0].sum() > len(back["Q"][0])
+
+
 def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     one, other = Training("momentum"), Training("momentum", seed=2)
     for group in one.optimizer.param_groups:
@@ -1284,13 +1322,14 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused(is_derived: bool)
         torch_framework(model, kind(model.parameters()), header_size=HEADER)
 
 
-def test_an_optimizer_that_keeps_lists_of_tensors_is_told_by_name():
+def test_an_optimizer_that_keeps_tensors_by_numbers_is_told_by_name():
+    """As AggMo, by its factors."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     framework = torch_framework(model, optimizer, header_size=HEADER)
-    optimizer.state[model.weight]["factors"] = [torch.eye(2), torch.eye(2)]
-    with pytest.raises(StateError, match=r"weight\.factors: tensors within a list .* of its own"):
-        framework.state.scalars()
+    optimizer.state[model.weight]["means"] = {0.5: torch.eye(2), 0.9: torch.eye(2)}
+    with pytest.raises(StateError, match=r"weight\.means: keys of tensors must be text .*got 0\.5"):
+        framework.state.layout()
 
 
 EXTRAS = [

@@ -32,6 +32,8 @@ from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, mi
 
 logger = logging.getLogger(__name__)
 
+KEPT = "what the optimizer keeps of "  # begins the name of such a fingerprint
+
 
 class FrameworkTensors(Protocol):
     """How a framework's tensors and plain values are read and written: a module of its folder."""

@@ -12,6 +12,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import seed_shard, seed_step
 from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.frameworks.base_state import KEPT
 from pod_runtime.trainer.frameworks.plain_values import is_of_script, to_float
 from pod_runtime.trainer.loop.shard_counters import ShardCounters
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
@@ -219,8 +220,17 @@ class StageSteps:
         prints = self.stage.framework.state.fingerprints(of_model=of_model)
         first = self.stage.member.first_difference(list(prints.values()))
         if first is not None:
+            name = list(prints)[first]
+            if name.startswith(KEPT):
+                raise UsageError(
+                    f"{name}: not the same on all trainers after step "
+                    f"{self.cursor.global_step - 1}. An optimizer that deals the parameters out to "
+                    f"the ranks of torch.distributed, as Muon does, leaves each with a part of it, "
+                    f"and a state has that of one: use its variant for one device "
+                    f"(SingleDeviceMuon)"
+                )
             raise UsageError(
-                f"{list(prints)[first]}: not the same on all trainers after step "
+                f"{name}: not the same on all trainers after step "
                 f"{self.cursor.global_step - 1}. What the script sets besides step.update() has to "
                 f"follow from what they all have (step.number, what step.update() or loop.evaluate "
                 f"has returned), not from the loss of a shard; and it is set once in a step, not "

@@ -11,6 +11,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_state import (
+    KEPT,
     BaseState,
     check_schedulers,
     kind_of_scheduler,
@@ -27,6 +28,7 @@ from pod_runtime.trainer.frameworks.torch import tensors
 from pod_runtime.trainer.frameworks.torch.tensors import (
     dtype_name,
     fill,
+    fingerprint,
     from_plain,
     make_tensor,
     of_model,
@@ -54,12 +56,13 @@ class TorchState(BaseState):
         scaler: Any | None,
         extra: Mapping[str, Any],
     ) -> None:
+        self._torch_optimizers = [
+            TorchOptimizer(model, each, [one for one in schedulers if one.optimizer is each])
+            for each in optimizers
+        ]
         super().__init__(
             tensors,
-            [
-                TorchOptimizer(model, each, [one for one in schedulers if one.optimizer is each])
-                for each in optimizers
-            ],
+            self._torch_optimizers,
             TorchTraits(model, optimizers),
             buffers,
             unowned,
@@ -90,6 +93,13 @@ class TorchState(BaseState):
         if of_epoch:
             self._compute_weights()
         super().note_committed(of_epoch=of_epoch)
+
+    def fingerprints(self, *, of_model: bool) -> dict[str, float]:
+        found = super().fingerprints(of_model=of_model)
+        if of_model:  # some optimizers deal the parameters out to the ranks, as Muon does
+            for each in self._torch_optimizers:
+                found |= each.fingerprints()
+        return found
 
     def _compute_weights(self) -> None:
         """Compute the weights that layers have from parameters, as their next forward pass does.
@@ -197,6 +207,20 @@ class TorchOptimizer:
     def tensors(self) -> list[tuple[str, Any]]:
         """Return what it keeps of parameters, by "<parameter>.<what it is>"."""
         return [(name, value) for name, value in self._kept() if isinstance(value, torch.Tensor)]
+
+    def fingerprints(self) -> dict[str, float]:
+        """Return a number of each parameter, by what is kept of it; of as many on all ranks.
+
+        Of what has the parameter's shape: other parts, as a basis, may follow from rounding.
+        """
+        return {
+            f"{KEPT}{name}": sum(
+                fingerprint(each)
+                for each in self._optimizer.state.get(parameter, {}).values()
+                if isinstance(each, torch.Tensor) and each.shape == parameter.shape
+            )
+            for name, parameter in self._parameters()
+        }
 
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""

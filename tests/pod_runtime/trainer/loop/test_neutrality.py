@@ -189,6 +189,10 @@ def test_trainers_that_update_different_optimizers_end_with_the_reason(launch):
     [
         ("towers.py", "layer", "model/plain.0.weight"),
         pytest.param("towers_torch.py", "rate", "its learning rate", marks=needs_torch),
+        pytest.param(
+            "towers_torch.py", "moments",
+            r"optimizer keeps of plain.2.weight", marks=needs_torch,
+        ),
         pytest.param("towers.py", "rate", "its learning rate", marks=pytest.mark.slow),
         pytest.param(
             "towers_torch.py", "layer", "model/plain.0.weight",

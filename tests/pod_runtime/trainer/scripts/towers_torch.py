@@ -32,7 +32,8 @@ parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
 parser.add_argument("--turn", action="store_true", help="the schedule turns with each epoch, too")
-parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
+parser.add_argument("--strays", choices=["rate", "layer", "moments"],
+                    help="rank 1 sets it by itself")  # fmt: skip
 parser.add_argument("--strays_at", type=int, default=1, help="after this step")
 parser.add_argument("--save_steps", type=int, default=1000)
 args = parser.parse_args()
@@ -111,6 +112,8 @@ for epoch in loop.epochs():
         if args.strays and loop.rank == 1 and step.number == args.strays_at:
             if args.strays == "rate":
                 optimizer.param_groups[0]["lr"] *= 0.5
+            elif args.strays == "moments":  # as where each rank updates other parameters
+                del optimizer.state[model.plain[2].weight]
             else:
                 with torch.no_grad():
                     model.plain[0].weight.data.mul_(1.001)

@@ -58,6 +58,9 @@ _COUNTS = re.compile(r"\bin enumerate\(\s*[\w.]+(?:\(\))?\s*(?:,\s*(?:start\s*=\
 # PyTorch's and Paddle's words for a second backward pass over what the first has freed.
 _GRAPH_IS_GONE = re.compile(r"the graph a second time|backward twice for the same subgraph")
 
+# gloo's words where a rank has called what the others have not.
+_WAITED = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation")
+
 
 class Loop:
     """The training loop of a script, which goes on while trainers come and go.
@@ -980,10 +983,16 @@ def explain_error(error: BaseException) -> str:
 
     A body that passes alone, where the shard is the whole batch, fails where it takes the batch
     size for the size of what it has. One with two losses fails where both are of one forward pass.
+    What all trainers compute together waits in vain where it is called on one.
     What follows an epoch may run where no step of it was made, and what follows a loop where no
     epoch was.
     """
     loop = Loop._newest
+    if loop is not None and not isinstance(error, PeerLost) and _WAITED.search(str(error)):
+        return (
+            "the trainers are a process group, by which a library computes over all of them, as "
+            "torchmetrics in compute(): call it on all trainers, above `if loop.rank == 0:`"
+        )
     step = None if loop is None else loop._open_step
     epoch = None if loop is None or loop._steps is None else loop._epoch
     is_of_body = loop is not None and loop._finished and epoch is None

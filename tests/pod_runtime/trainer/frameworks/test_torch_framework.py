@@ -396,7 +396,7 @@ def test_tensors_of_a_type_that_cannot_be_stored_are_refused_before_the_first_st
         torch_framework(model, optimizer, header_size=HEADER)
 
 
-class Preconditioned(torch.optim.SGD):
+class Preconditioned(SGD):
     """It keeps lists and dicts of tensors, as SOAP, PSGD and AggMo do."""
 
     def step(self, closure: Any = None) -> Any:

@@ -31,7 +31,7 @@ from torch.utils.data import (  # noqa: E402
 
 from pod_runtime import elastic  # noqa: E402
 from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E402
-from pod_runtime.trainer.errors import UsageError  # noqa: E402
+from pod_runtime.trainer.errors import PeerLost, UsageError  # noqa: E402
 from pod_runtime.trainer.loop.loop import Loop, explain_error  # noqa: E402
 from pod_runtime.trainer.progress.loop_status import LoopsBefore  # noqa: E402
 from pod_runtime.verify import main as verify  # noqa: E402
@@ -801,3 +801,12 @@ def test_parameters_that_an_optimizer_is_given_later_are_refused_before_a_state_
     with pytest.raises(UsageError, match=r"groups have \[2, 2\] parameters, and had \[2\]"):
         run()
     assert loop.step_count == 3
+
+
+def test_what_only_one_trainer_computes_with_the_others_is_explained():
+    """As a metric of torchmetrics, whose compute() finds the loop's process group."""
+    text = "[unbound_buffer.cc:78] Timed out waiting 120000ms for recv operation to complete"
+    model = nn.Linear(4, 1)
+    elastic.Loop(model, torch.optim.SGD(model.parameters(), 0.1), DATA, epochs=1, batch_size=8)
+    assert "call it on all trainers, above `if loop.rank" in explain_error(RuntimeError(text))
+    assert "call it on all" not in explain_error(PeerLost(text))

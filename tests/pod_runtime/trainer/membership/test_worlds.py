@@ -239,7 +239,7 @@ def test_a_folder_of_checkpoints_that_each_process_makes_anew_is_told(
     """
     job = launch("counting.py", 1)
     folders = [str(tmp_path / name) for name in ("10-15-01", "10-15-09")]
-    paths, within = folders, [(), ()]
+    paths, within = folders, list[tuple[str, ...]]([(), ()])
     if is_relative:
         paths = ["ckpt", "ckpt"]
         within = [("env", "-C", each) for each in folders]

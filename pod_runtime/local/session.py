@@ -78,6 +78,7 @@ class LocalSession:
         self._client: LocalProgram | None = None  # None: not started
         self._interrupts = 0
         self._told_why = False  # a stop that was asked for does not begin
+        self._has_grace_only = False  # SIGTERM: whoever sends it kills what is left soon
         self._lock: int | None = None  # systemd-tmpfiles deletes nothing in a folder with one
         self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
 
@@ -253,6 +254,8 @@ class LocalSession:
             with self._connect() as api:
                 api.stop(self._config.spec.job_id)
         except ServerAway as error:  # asked again
+            if error.answers and self._has_grace_only:
+                raise LaunchError(f"the job cannot be stopped in order, as {error}") from None
             if error.answers and not self._told_why:  # it may be so for ever: its disk is full
                 self._told_why = True
                 show(f"the job is not stopped yet, as {error}; trying again")
@@ -369,8 +372,9 @@ class LocalSession:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        def handle(_number: int, _frame: object) -> None:
+        def handle(number: int, _frame: object) -> None:
             self._interrupts += 1
+            self._has_grace_only |= number == signal.SIGTERM
 
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it runs under nohup

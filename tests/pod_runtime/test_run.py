@@ -342,6 +342,31 @@ def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
     assert "http-equiv" not in page
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of runs."""
+    folder = tmp_path / "edl_run"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_run_on_a_full_disk_that_gets_sigterm_has_its_state_written_at_once(small_disk, run):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", 0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(120) == 1
+    assert "the job client ends the pods, and writes their newest state" in job.console()
+    assert "the job cannot be stopped in order" in job.console()
+    assert not job.left()
+
+
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(run):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:

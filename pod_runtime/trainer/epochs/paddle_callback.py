@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -28,8 +27,7 @@ from pod_runtime.trainer.errors import CheckpointError, UsageError
 logger = logging.getLogger(__name__)
 
 STOPPED = 128 + signal.SIGTERM  # what the job server reads as "was asked to go"
-# Names of the storages of fits that have ended here, by the network that they trained.
-_ended_fits: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_ended_fits: set[str] = set()  # names of the storages of fits that have ended in this process
 
 
 class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Paddle has no types
@@ -103,7 +101,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             None, None, model.network, model._optimizer, getattr(model, "_scaler", None), {}
         )
         self._restore()
-        if self._store.storage.name in _ended_fits.get(model.network, ()):
+        if self._store.storage.name in _ended_fits:
             self._say_second_fit()
         caller = sys._getframe(1).f_locals.get("self")  # a callback knows its list by no other way
         if isinstance(caller, CallbackList):
@@ -153,7 +151,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     def on_train_end(self, logs: Any = None) -> None:
         self._unmute("on_train_end", logs)
         self._save_epoch()
-        _ended_fits.setdefault(self.model.network, set()).add(self._store.storage.name)
+        _ended_fits.add(self._store.storage.name)
         del self.model.__dict__["_run_one_epoch"]
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)

@@ -17,6 +17,7 @@ from tests.support import free_port
 
 paddle = pytest.importorskip("paddle")
 
+from pod_runtime.trainer.epochs import paddle_callback  # noqa: E402
 from pod_runtime.trainer.epochs.paddle_callback import ElasticCheckpoint  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402  needs no Paddle, but the rest does
 
@@ -125,6 +126,7 @@ class Seen(paddle.callbacks.Callback):  # type: ignore[name-defined]
 def test_a_fit_that_was_stopped_early_trains_no_epoch_when_it_is_started_again(tmp_path, is_first):
     data = [[np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)]]  # one batch
     for trained in ([0, 1, 2], []):
+        paddle_callback._ended_fits.clear()  # as in a process that begins
         network = paddle.nn.Linear(3, 1)
         model = paddle.Model(network)
         optimizer = paddle.optimizer.SGD(0.0, parameters=network.parameters())
@@ -256,13 +258,17 @@ def test_what_callbacks_do_once_to_the_learning_rate_is_not_done_twice(
     assert rates == [{8.0}, {4.0}, {4.0}, {2.0}, {2.0}]
 
 
-def test_a_second_fit_of_a_network_in_one_folder_is_refused_or_told(tmp_path, caplog):
+@pytest.mark.parametrize("same_network", [True, False])
+def test_a_second_fit_in_one_folder_is_refused_or_told(tmp_path, caplog, same_network):
+    """Of another network, too, as each fold of a cross-validation has one."""
     model = small_model(0.1)
 
     def fit(folder: str, epochs: int) -> list[int]:
         seen = Seen()
         callbacks = [ElasticCheckpoint(str(tmp_path / folder)), seen]
-        model.fit(ONE_BATCH, epochs=epochs, verbose=0, callbacks=callbacks)
+        (model if same_network else small_model(0.1)).fit(
+            ONE_BATCH, epochs=epochs, verbose=0, callbacks=callbacks
+        )
         return seen.epochs
 
     assert fit("first", 2) == [0, 1]

@@ -364,10 +364,14 @@ class _Given:
             logger.warning("some tasks may be read again: %s", error)
 
     def _report_used(self, timeout_s: float | None = None) -> None:
-        with self._reports:
+        if not self._reports.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise ConnectionError("the reader waits for the job server")
+        try:
             while self._tasks and self._tasks[0][0] <= self._used(self._records):
                 self._tasks[0][1].report(done=True, timeout_s=timeout_s)
                 self._tasks.popleft()
+        finally:
+            self._reports.release()
 
 
 class _Unreadable(Exception):  # noqa: N818 - of a record

@@ -1,11 +1,14 @@
 """Files for the task queue, and what is refused before anything is read."""
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pod_runtime.trainer.data import cloud_reader as reading
 from pod_runtime.trainer.data.cloud_reader import (
     cloud_reader,
     queue_name,
@@ -88,3 +91,26 @@ def test_a_file_whose_records_cannot_be_counted_is_named(tmp_path: Path):
     path.write_bytes(b"caf\xe9\n")
     with pytest.raises(UsageError, match=r"paths: the records of .*text.txt cannot be counted: Un"):
         cloud_reader(str(path), "127.0.0.1:1", records_per_task=2)
+
+
+def test_a_trainer_that_is_to_end_waits_for_no_reader_that_waits_for_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The reader has a thread of its own, and is patient."""
+    monkeypatch.setattr(reading, "_END_S", 0.01)
+    waits, answers = threading.Event(), threading.Event()
+
+    class Task:
+        def report(self, *, done: bool, timeout_s: float | None = None) -> None:
+            waits.set()
+            answers.wait(20)
+
+    given: Any = reading._Given(lambda given: given)
+    reader = threading.Thread(target=given.add, args=[Task()])
+    reader.start()
+    assert waits.wait(20)
+    given.report_kept()
+    is_on = reader.is_alive()
+    answers.set()
+    reader.join()
+    assert is_on

@@ -23,7 +23,13 @@ from job_server.api.errors import BadRequest, JobServerError
 from job_server.api.wire import JobSpec, JobStatus
 from k8s_controller.decisions import objects
 from k8s_controller.decisions import reconcile as steps
-from k8s_controller.decisions.observed import ListedPod, Observed, belongs_to, observe_pods
+from k8s_controller.decisions.observed import (
+    ListedPod,
+    Observed,
+    ServerView,
+    belongs_to,
+    observe_pods,
+)
 from k8s_controller.decisions.spec import KIND, Object, SpecError, parse
 from k8s_controller.decisions.status import Phase, TrainingJobStatus
 from k8s_controller.kube_api import TROUBLES, KubeApi, KubeError
@@ -50,6 +56,7 @@ class _Known:
     """What this process keeps of a job, all of which it can do without."""
 
     prepared: bool = False  # in this life
+    prepared_at: float = 0.0
     budget: int | None = None  # as it was written, in this life
     closed: set[str] = field(default_factory=set)  # nodes of its server's, in this life
     link: TrainingServer | None = None
@@ -242,6 +249,9 @@ class Controller:
         server = None if link is None else link.view()
         if server is not None:
             known.closed &= {each for each, node in server.nodes.items() if node.limit == 0}
+        is_due = time.monotonic() >= known.prepared_at + READ_S
+        if is_due and not (status.ended or _all_answer(server, known.trainers)):
+            known.prepared, known.budget = False, None  # somebody may have deleted what they need
         seen = Observed(
             trainers=known.trainers,
             server_pod=known.server_pod,
@@ -304,9 +314,11 @@ class Controller:
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         match step:
             case steps.Prepare():
-                for each in objects.foundations(job, spec, secrets.token_urlsafe(24)):
+                # The server that runs goes by the token that it was started with.
+                token = secrets.token_urlsafe(24) if known.link is None else known.link.token
+                for each in objects.foundations(job, spec, token):
                     self._kube.create_for(job["metadata"]["uid"], each)
-                known.prepared = True
+                known.prepared, known.prepared_at = True, time.monotonic()
             case steps.SetBudget(needed):
                 known.budget = None  # it may be written also where no answer says so
                 known.prepared = self._kube.set_budget(namespace, name, needed)
@@ -326,6 +338,11 @@ class Controller:
                     known.closed.update(step.node_ids)
                 known.link.ask(_question(step, spec.job_spec(name)))
         self._metrics.count("steps")
+
+
+def _all_answer(server: ServerView | None, trainers: Sequence[ListedPod]) -> bool:
+    there = [pod for pod in trainers if not pod.leaving and not pod.over]
+    return server is not None and all(server.answers(pod.node_id) for pod in there)
 
 
 def _submit(api: ApiClient, job: JobSpec) -> JobStatus:

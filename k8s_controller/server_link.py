@@ -13,7 +13,7 @@ class TrainingServer:
     """Used by one thread at a time."""
 
     def __init__(self, url: str, token: str, job_id: str) -> None:
-        self.url = url
+        self.url, self.token = url, token
         self._api = ApiClient(url, token, timeout_s=TIMEOUT_S)
         self._job_id = job_id
 

@@ -176,6 +176,43 @@ def test_a_budget_whose_writing_is_not_answered_is_written_again():
     assert known.budget is None, "also where 1 is to be written next"
 
 
+def test_what_a_job_has_beside_its_pods_is_made_again_where_pods_do_not_answer(
+    api_server: ApiServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after `kubectl delete services --all`; the server that runs knows the first token."""
+    api_server.kubeconfig(tmp_path / "kubeconfig")
+    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(controllers, "READ_S", 0.1)
+    store = api_server.store
+    define_training_jobs(api_server)
+    job = training_job()
+    del job["metadata"]["namespace"], job["metadata"]["uid"]
+    store.create(store.kind("TrainingJob"), namespace, job)
+
+    def names() -> set[str]:
+        kinds = ("Secret", "Service", "PodDisruptionBudget", "NetworkPolicy")
+        return {each["metadata"]["name"] for kind in kinds for each in store.all(kind, namespace)}
+
+    controller = Controller(KubeApi(), Metrics(), 0.2)
+    controller.start()
+    controller.look_at(namespace, "digits")
+    try:
+        wait_until(lambda: len(names()) == 3 and len(store.all("Pod", namespace)) == 2, 60)
+        server = {"status": {"phase": "Running", "podIP": "127.0.0.1"}}
+        kind = store.kind("Pod")
+        store.patch(kind, namespace, "digits-server", server, subresource="status")
+        known = controller._known[namespace, "digits"]
+        wait_until(lambda: known.link is not None, 60)
+        (secret,) = store.all("Secret", namespace)
+        store.delete(store.kind("Service"), namespace, "digits-server")
+        store.delete(store.kind("Secret"), namespace, "digits-token")
+        wait_until(lambda: len(names()) == 3, 20, "made again")
+        (again,) = store.all("Secret", namespace)
+        assert again["data"] == secret["data"]
+    finally:
+        controller.stop()
+
+
 def test_a_server_of_a_version_before_gets_the_job_as_it_knows_it():
     asked = []
 

@@ -6,7 +6,6 @@ goes on with it. The jobs' own passes make it come true.
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from job_server.sharing.allocate import Policy
@@ -71,9 +70,9 @@ class Autoscaler:
             self._kube.list_all("Pod"),
             self._kube.list_all("Node"),
             self._kube.list_all("PriorityClass"),
-            time.time(),
+            self._kube.now(),
         )
-        for name, decision in autoscale.decide(self._policy, seen, time.time()).items():
+        for name, decision in autoscale.decide(self._policy, seen, self._kube.now()).items():
             logger.info("%s: %d pods: %s", name, decision.replicas, decision.reason)
             self._write(jobs[name], decision.write())
 

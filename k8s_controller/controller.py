@@ -209,7 +209,7 @@ class Controller:
         refusal = self._do_all(outcome.steps, known)
         if refusal is not None:
             before = TrainingJobStatus.read(job.get("status"))
-            outcome = steps.refused(outcome, before, str(refusal), time.time())
+            outcome = steps.refused(outcome, before, str(refusal), self._kube.now())
         self._write(known, outcome.status)
         for notice in outcome.notices:
             logger.info("%s/%s: %s: %s", *key, notice.reason, notice.message)
@@ -238,7 +238,7 @@ class Controller:
         return True
 
     def _decide(self, key: Key, known: _Known) -> steps.Outcome:
-        job, now = known.job, time.time()
+        job, now = known.job, self._kube.now()
         status = TrainingJobStatus.read(job.get("status"))
         generation = int(job["metadata"].get("generation", 0))
         try:

@@ -3,9 +3,11 @@
 Making what is there and deleting what is not are no errors: whoever was here before has done it.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -19,6 +21,7 @@ from k8s_controller.decisions.spec import API_VERSION, GROUP, KIND, PLURAL, VERS
 
 CONNECT_S, ANSWER_S = 5.0, 30.0
 CONFLICTS_S = (0.01, 0.05, 0.2, 0.0)  # after writes that met another one; then it is an error
+_SAME_S = 10.0  # clocks that differ by less are taken for the same
 _ANEW = ("POST", "PATCH")  # what they carry does not follow from the version that was read
 _KINDS = {  # kind -> where its objects are
     "Pod": "/api/v1/namespaces/{}/pods",
@@ -96,6 +99,8 @@ TROUBLES = (
 class KubeApi:
     """One for all threads; each method may raise one of `TROUBLES`."""
 
+    _ahead_s = 0.0  # of this clock, to the API server's
+
     def __init__(
         self, answer_s: float = ANSWER_S, *, may_write: Callable[[], bool] = lambda: True
     ) -> None:
@@ -108,6 +113,10 @@ class KubeApi:
         self._may_write = may_write
         self._client = kubernetes.client.ApiClient()
         self._timeout = urllib3.Timeout(total=answer_s, connect=min(CONNECT_S, answer_s))
+
+    def now(self) -> float:
+        """Return seconds since 1970 by the clock of the API server, as the times of objects are."""
+        return time.time() - self._ahead_s
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object; None: there is none."""
@@ -247,7 +256,7 @@ class KubeApi:
 
     def say(self, job: Object, reason: str, message: str, *, warning: bool) -> None:
         """Make an event about a TrainingJob."""
-        meta, now = job["metadata"], time.time()
+        meta, now = job["metadata"], self.now()
         text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
         self.create(
             {
@@ -310,6 +319,7 @@ class KubeApi:
                 timeout=self._timeout,
                 retries=False,
             )
+            self._compare_clocks(answer.headers.get("Date"))
             if answer.status < 300:
                 try:
                     found = json.loads(answer.data)
@@ -323,6 +333,11 @@ class KubeApi:
                 break
             time.sleep(wait_s)
         raise error
+
+    def _compare_clocks(self, date: str | None) -> None:
+        with contextlib.suppress(ValueError):  # it says none
+            ahead_s = time.time() - parsedate_to_datetime(date or "").timestamp()
+            self._ahead_s = ahead_s if abs(ahead_s) > _SAME_S else 0.0
 
 
 def _name_taken(manifest: Object) -> KubeError:

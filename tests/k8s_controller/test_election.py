@@ -78,7 +78,7 @@ def test_a_leader_that_slept_writes_nothing_until_it_has_the_lease_again(
 def test_a_leader_that_is_answered_by_no_api_server_tries_again_and_lets_go(answer, monkeypatch):
     """The thread that renews the lease must not end by that: nothing would be written any more."""
     kube = KubeApi()
-    says = SimpleNamespace(status=200, data=answer)
+    says = SimpleNamespace(status=200, data=answer, headers={})
     monkeypatch.setattr(kube._client.rest_client.pool_manager, "request", lambda *a, **kw: says)
     monkeypatch.setattr("k8s_controller.election.RETRY_S", 0.01)
     monkeypatch.setattr("k8s_controller.election.RENEW_S", 0.05)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Sized
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ import pytest
 from job_server.api.errors import BadRequest, Unauthorized
 from job_server.api.wire import JobSpec
 from k8s_controller import controller as controllers
-from k8s_controller import handlers
+from k8s_controller import handlers, kube_api
 from k8s_controller.controller import Controller
 from k8s_controller.decisions import reconcile as steps
+from k8s_controller.decisions.observed import ServerView
 from k8s_controller.decisions.spec import parse
 from k8s_controller.handlers import Backoffs, is_own_change, watch
 from k8s_controller.kube_api import KubeApi, KubeError
@@ -211,6 +213,54 @@ def test_what_a_job_has_beside_its_pods_is_made_again_where_pods_do_not_answer(
         assert again["data"] == secret["data"]
     finally:
         controller.stop()
+
+
+def test_a_controller_whose_clock_is_ahead_gives_pods_the_time_that_they_have(
+    api_server: ApiServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looks, ahead_s = 0, 0.0
+
+    class Server:
+        """It answers, and no pod has registered yet."""
+
+        def __init__(self, url: str, *_args: str) -> None:
+            self.url = url
+
+        def view(self) -> ServerView:
+            nonlocal looks
+            looks += 1
+            return ServerView(job=None, nodes={})
+
+        def close(self) -> None:
+            pass
+
+    clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + ahead_s})
+    for module in (controllers, kube_api):
+        monkeypatch.setattr(module, "time", clock)
+    api_server.kubeconfig(tmp_path / "kubeconfig")
+    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(controllers, "TrainingServer", Server)
+    store, kind = api_server.store, api_server.store.kind("Pod")
+    define_training_jobs(api_server)
+    job = training_job(podReadyTimeoutSeconds=600)
+    del job["metadata"]["namespace"], job["metadata"]["uid"]
+    store.create(store.kind("TrainingJob"), namespace, job)
+    controller = Controller(KubeApi(), Metrics(), 0.1)
+    controller.start()
+    controller.look_at(namespace, "digits")
+    try:
+        wait_until(lambda: len(store.all("Pod", namespace)) == 2, 60)
+        server = {"status": {"phase": "Running", "podIP": "127.0.0.1"}}
+        store.patch(kind, namespace, "digits-server", server, subresource="status")
+        controller.look_at(namespace, "digits")
+        wait_until(lambda: looks > 1, 60)
+        there = store.get(kind, namespace, "digits-0")["metadata"]["uid"]
+        ahead_s, looks = 700.0, 0
+        wait_until(lambda: looks > 3, 60)
+        pod = store.get(kind, namespace, "digits-0")["metadata"]
+    finally:
+        controller.stop()
+    assert (pod["uid"], "deletionTimestamp" in pod) == (there, False)
 
 
 def test_a_server_of_a_version_before_gets_the_job_as_it_knows_it():

@@ -30,6 +30,16 @@ STOPPED = 128 + signal.SIGTERM  # what the job server reads as "was asked to go"
 _ended_fits: set[str] = set()  # names of the storages of fits that have ended in this process
 
 
+def _list_that_calls() -> Any:
+    """Return the list of callbacks that has called one; it knows that by no other way."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # a derived class may stand between
+        if isinstance(found := frame.f_locals.get("self"), CallbackList):
+            return found
+        frame = frame.f_back
+    return None
+
+
 class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Paddle has no types
     """A callback of `paddle.Model.fit` that saves, and goes on from the newest checkpoint.
 
@@ -103,12 +113,12 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         self._restore()
         if self._store.storage.name in _ended_fits:
             self._say_second_fit()
-        caller = sys._getframe(1).f_locals.get("self")  # a callback knows its list by no other way
-        if isinstance(caller, CallbackList):
+        everyone = _list_that_calls()
+        if everyone is not None:
             # The end of an epoch is saved before others hear that the next one begins.
-            caller.callbacks = [self, *(each for each in caller.callbacks if each is not self)]
+            everyone.callbacks = [self, *(each for each in everyone.callbacks if each is not self)]
             if self._first_epoch:
-                self._mute(caller)
+                self._mute(everyone)
         model._run_one_epoch = self._run_what_is_left
         if threading.current_thread() is threading.main_thread():
             self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)

@@ -221,11 +221,19 @@ def test_callbacks_hear_nothing_of_the_epochs_that_are_done(tmp_path):
     assert [each.rates for each in steps] == [[8.0, 8.0, 0.5], [0.5, 0.5]]
 
 
+class Derived(ElasticCheckpoint):
+    """A script's own kind, which does more."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+
+
+@pytest.mark.parametrize("kind", [ElasticCheckpoint, Derived])
 @pytest.mark.parametrize("has_evaluation", [True, False])
 @pytest.mark.parametrize("save_steps", [None, 1])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_callbacks_do_once_to_the_learning_rate_is_not_done_twice(
-    tmp_path, is_first, save_steps, has_evaluation
+    tmp_path, is_first, save_steps, has_evaluation, kind
 ):
     class Milestones(paddle.callbacks.Callback):  # type: ignore[name-defined]
         """Sets the first learning rate, and halves it as two epochs begin."""
@@ -249,7 +257,7 @@ def test_what_callbacks_do_once_to_the_learning_rate_is_not_done_twice(
 
     rates: list[set[float]] = [set() for _epoch in range(5)]
     for lost_in in (3, 4, -1):
-        callbacks = [Milestones(lost_in), ElasticCheckpoint(str(tmp_path), save_steps=save_steps)]
+        callbacks = [Milestones(lost_in), kind(str(tmp_path), save_steps=save_steps)]
         with contextlib.suppress(LostError):
             small_model(1.0).fit(
                 ONE_BATCH * 3, ONE_BATCH if has_evaluation else None, epochs=5, verbose=0,

@@ -19,7 +19,7 @@ INDEX_LABEL = "paddlepaddle.org/index"
 GPUS_LABEL = "paddlepaddle.org/gpus"  # as its template had it: a webhook may ask for them otherwise
 UNSCHEDULABLE = "Unschedulable"
 INITIALIZING = "Initializing"
-_BY_NODE = ("Evicted", "NodeShutdown", "Terminated")  # also of pods that it does not take
+_NOT_TAKEN = ("Evicted", "NodeShutdown", "Terminated")  # of a pod that its node does not begin
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 SEEN_STAGES = 50  # the newest, whose times count
 MIN_STEPS = 5  # of a stage, for its times to count
@@ -209,7 +209,7 @@ def pod_view(pod: Object) -> ListedPod:
         message=message,
         gpus=int(gpus) if gpus.isdecimal() else None,
         disrupted=_is(status, "DisruptionTarget")
-        or (phase == "Failed" and status.get("reason") in _BY_NODE),
+        or (phase == "Failed" and status.get("reason") in _NOT_TAKEN and not status.get("podIP")),
     )
 
 

@@ -423,6 +423,28 @@ def test_a_server_that_its_node_does_not_take_is_made_more_and_more_slowly():
     assert made == [1, 4, 9, 18, 35, 68, 129, 190, 251]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Usage of EmptyDir volume "data" exceeds the limit "1Gi". ',
+        "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi. ",
+    ],
+)
+def test_a_job_whose_pods_always_take_more_disk_than_they_may_has_failed(message):
+    """Their kubelet evicts them, and gives no DisruptionTarget: another node would as well."""
+    spec, now = parsed(replicas=1, restartLimit=1), NOW
+    meta = {"name": "digits-0", "uid": "uid00000", "labels": {"paddlepaddle.org/index": "0"}}
+    told = {"phase": "Failed", "reason": "Evicted", "message": message, "podIP": "10.0.0.1"}
+    evicted = pod_view({"metadata": meta, "spec": {"nodeName": "n"}, "status": told})
+    status = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW)
+    seen = replace(running(spec, [], state=JobState.WAITING), trainers=(evicted,))
+    for _pod in range(3):
+        now += 100
+        status = look(spec, seen, status, now).status
+    assert status.ended
+    assert f"the last one: {message.strip()}" in status.reason
+
+
 def test_a_job_whose_pods_end_at_the_same_step_again_and_again_has_failed():
     spec = parsed(replicas=1, restartLimit=2)
     status, now = TrainingJobStatus(desired=1, scaled_at=NOW, started_at=NOW), NOW

@@ -19,7 +19,8 @@ INDEX_LABEL = "paddlepaddle.org/index"
 GPUS_LABEL = "paddlepaddle.org/gpus"  # as its template had it: a webhook may ask for them otherwise
 UNSCHEDULABLE = "Unschedulable"
 INITIALIZING = "Initializing"
-_NOT_TAKEN = ("Evicted", "NodeShutdown", "Terminated")  # of a pod that its node does not begin
+# Reasons of a pod that its node does not begin; the last two, as its GPUs or their plugin fail.
+_NOT_TAKEN = ("Evicted", "NodeShutdown", "Terminated", "UnexpectedAdmissionError", "OutOf")
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 SEEN_STAGES = 50  # the newest, whose times count
 MIN_STEPS = 5  # of a stage, for its times to count
@@ -208,9 +209,14 @@ def pod_view(pod: Object) -> ListedPod:
         trouble=trouble,
         message=message,
         gpus=int(gpus) if gpus.isdecimal() else None,
-        disrupted=_is(status, "DisruptionTarget")
-        or (phase == "Failed" and status.get("reason") in _NOT_TAKEN and not status.get("podIP")),
+        disrupted=_is(status, "DisruptionTarget") or _is_not_taken(status),
     )
+
+
+def _is_not_taken(status: Object) -> bool:
+    reason = str(status.get("reason") or "")
+    never_began = status.get("phase") == "Failed" and not status.get("podIP")
+    return never_began and reason.startswith(_NOT_TAKEN)
 
 
 def _is(status: Object, kind: str) -> bool:

@@ -383,6 +383,8 @@ def test_pods_that_their_nodes_end_are_no_failures_and_it_is_said_why_they_ended
     [
         ("Evicted", "Pod was rejected: The node had condition: [DiskPressure]. "),
         ("NodeShutdown", "Pod was rejected as the node is shutting down."),
+        ("UnexpectedAdmissionError", "Allocate failed due to no healthy devices present"),
+        ("OutOfnvidia.com/gpu", "Pod was rejected: Node didn't have enough resource"),
     ],
 )
 def test_pods_that_their_nodes_do_not_take_are_no_failures_and_are_made_more_and_more_slowly(

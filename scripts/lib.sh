@@ -120,7 +120,8 @@ ensure_venv() {
     fi
     : >"$log" || die "$venv is not made for this version of EDL, and user $(id -un 2>/dev/null || id -u) cannot" \
         "write it: have its owner call $0 once, or use a copy of $root of your own"
-    if [ -e "$venv/bin/activate" ] && ! grep -qF "$venv" "$venv/bin/activate"; then # it was moved
+    # As a whole word: what was taken back from a copy of the disk has /backup$venv.
+    if [ -e "$venv/bin/activate" ] && ! grep -qwF "$venv" "$venv/bin/activate"; then # it was moved
         if grep -q 'site-packages = true' "$venv/pyvenv.cfg"; then site=--system-site-packages; fi
         "$python" -m venv ${site:+"$site"} "$venv" || die "$venv is that of another folder, and cannot be" \
             "mended; remove it"

@@ -150,9 +150,17 @@ def test_of_two_that_install_at_once_one_waits_and_asks_pip_nothing(checkout: Ch
     assert len(checkout.pip_calls()) == 1
 
 
-def test_a_copy_of_the_folder_does_not_run_the_code_of_the_first_one(checkout: Checkout):
-    checkout.install("examples")
+@pytest.mark.parametrize("of_a_disk", [False, True])
+def test_a_copy_of_the_folder_does_not_run_the_code_of_the_first_one(
+    checkout: Checkout, of_a_disk: bool
+):
+    """Also of one that was taken back from a copy of the disk, as /backup/home/me/edl."""
     copy = checkout.root.with_name("copy")
+    if of_a_disk:
+        first = Path(f"{checkout.root.with_name('disk')}{copy}")
+        shutil.copytree(checkout.root, first)
+        checkout.root = first
+    checkout.install("examples")
     shutil.copytree(checkout.root, copy)
     (copy / ".venv" / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
     checkout.root = copy

@@ -104,8 +104,8 @@ class SimulatedCluster:
     def control(self) -> None:
         """Let the controller look, act, and perhaps die in the middle of it."""
         seen = self.seen()
-        if self.old is not None and self.random.random() < 0.2:
-            seen = replace(self.old, server=seen.server)  # its watch is behind
+        if self.old is not None and self.random.random() < 0.2:  # its watch is behind
+            seen = replace(seen, trainers=self.old.trainers, server_pod=self.old.server_pod)
         self.old = self.seen()
         outcome = steps.reconcile("digits", 1, self.spec, self.status, seen, self.now)
         cut = self.random.randint(0, len(outcome.steps)) if self.random.random() < 0.2 else None

@@ -232,9 +232,10 @@ class Controller:
         if known.job and known.job["metadata"]["uid"] != uid:  # it is gone, or is another one
             self._disconnect(known)
             known.prepared, known.budget = False, None
+        known.job = job  # first: what fails from now on is told in an event about it
         if job:
             known.trainers, known.server_pod = observe_pods(self._kube.pods_of(*key), uid)
-        known.job, known.read_at = job, now
+        known.read_at = now
         return True
 
     def _decide(self, key: Key, known: _Known) -> steps.Outcome:

@@ -278,10 +278,23 @@ def test_a_server_of_a_version_before_gets_the_job_as_it_knows_it():
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("where", "error", "words"),
     [
-        pytest.param(Unauthorized("a wrong token"), "again: a wrong token", id="refused"),
-        pytest.param(TypeError("of None"), "a defect of the controller", id="a defect"),
+        pytest.param(
+            (steps, "reconcile"),
+            Unauthorized("a wrong token"),
+            "again: a wrong token",
+            id="refused",
+        ),
+        pytest.param(
+            (steps, "reconcile"), TypeError("of None"), "a defect of the controller", id="a defect"
+        ),
+        pytest.param(
+            (KubeApi, "pods_of"),
+            KubeError(403, "cannot list pods"),
+            "cannot list pods",
+            id="unseen",
+        ),
     ],
 )
 def test_a_job_whose_passes_fail_again_and_again_has_one_event_that_says_so(
@@ -289,6 +302,7 @@ def test_a_job_whose_passes_fail_again_and_again_has_one_event_that_says_so(
     namespace: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    where: tuple[Any, str],
     error: Exception,
     words: str,
 ):
@@ -302,7 +316,7 @@ def test_a_job_whose_passes_fail_again_and_again_has_one_event_that_says_so(
     api_server.kubeconfig(tmp_path / "kubeconfig")
     kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"))
     monkeypatch.setattr(controllers, "TROUBLE_S", (0.01, 0.02))
-    monkeypatch.setattr(steps, "reconcile", fail)
+    monkeypatch.setattr(*where, fail)
     store = api_server.store
     define_training_jobs(api_server)
     job = training_job()

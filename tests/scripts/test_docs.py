@@ -129,3 +129,9 @@ def test_the_lines_of_the_pages_are_no_longer_than_a_reader_of_the_source_sees()
         if len(line) > 120
     ]
     assert not too_long
+
+
+def test_the_changelog_says_nothing_twice():
+    entries = re.split(r"\n(?=- |\n|#)", (ROOT / "CHANGELOG.md").read_text())
+    words = [" ".join(each.split()) for each in entries if each.startswith("- ")]
+    assert [each for each in words if words.count(each) > 1] == []

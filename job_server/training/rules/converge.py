@@ -567,6 +567,7 @@ def _part_of_one_node(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
         by_node.setdefault(pod.site.node_id, []).append(pod)
     source = choose_restore(work)
     holding = {pod.site.node_id for pod in stay if source and pod.pod_id in source.pods}
+    holding.add(_only_home(job, source))
     most = max(by_node.values(), key=lambda pods: (pods[0].site.node_id in holding, len(pods)))
     return most if len(by_node) > 1 and len(most) >= max(1, job.spec.min_pods) else []
 
@@ -585,7 +586,8 @@ def _fewer_for_memory(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
         return stay
     source = choose_restore(work)
     there = [pod for pod in stay if pod.site.node_id == node_id]
-    if not there or most < max(1, job.spec.min_pods):
+    needed = int(node_id == _only_home(job, source))  # the state can be read there alone
+    if len(there) <= needed or most < max(1, job.spec.min_pods):
         return stay
     gone = max(there, key=lambda pod: source is None or pod.pod_id not in source.pods)
     work.set(target=most)
@@ -619,6 +621,12 @@ def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
     if any(pod.site.node_id in holders for pod in stay):
         return ""
     return next(iter(holders), "")
+
+
+def _only_home(job: Job, source: RestoreFrom | None) -> str:
+    """Return the node whose run folder alone has the state. "": others can read it, too."""
+    saved = job.ending.saved
+    return saved.node_id if source is not None and source.spare and saved is not None else ""
 
 
 def _forget_released(work: Work) -> None:

@@ -384,3 +384,32 @@ def test_a_job_has_fewer_pods_where_memory_has_no_room_for_all_of_them(least):
     made.resize(3)
     while len(made.active.members) < 3:
         made.round()
+
+
+def killed_for_memory(made: World, starts: int, *, fits: int) -> None:
+    """Let time pass; the kernel kills a trainer of node a in so many stages of more pods."""
+    killed: set[int] = set()
+    for _ in range(100):
+        made.round(0.2)
+        stage = made.job.active
+        if stage is None or not stage.committed or len(stage.members) <= fits:
+            continue
+        if stage.stage not in killed and len(killed) < starts:
+            killed.add(stage.stage)
+            pod = next(m.pod for m in reversed(stage.members) if m.pod.node_id == "a")
+            oom = {"rank": pod.ranks[0], "code": -9, "events": ("oom_kill",)}
+            tell(made, pod.pod_id, ReportKind.FAILED, stage.stage, attempt=stage.attempt, **oom)
+    assert len(killed) == starts, made.reasons[-20:]
+
+
+def test_the_only_pod_of_the_node_that_has_the_state_stays_where_there_is_no_memory():
+    """A start without it would wait for a place there, which it has just left."""
+    made = trains(world(nodes=2, slots=1, pods=1))
+    made.has_path = False
+    made.pause()
+    made.run_until(JobState.PAUSED)
+    made.resize(2)
+    made.resume()
+    killed_for_memory(made, 2, fits=1)
+    trains(made)
+    assert where(made)[0] == ("a", (0,)), made.reasons[-10:]

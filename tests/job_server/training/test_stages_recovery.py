@@ -31,6 +31,7 @@ from job_server.training.core.job import Cause, CauseKind, same_but_progress
 from tests.job_server.world import (
     HEARTBEAT_S,
     RUNNING,
+    SimNode,
     World,
     ids,
     node,
@@ -113,6 +114,27 @@ def test_a_node_goes_on_alone_where_nodes_do_not_reach_each_other_until_they_do(
     assert any("do not reach each other: pod_0_0 of a goes on" in each for each in made.reasons)
     made.rounds(60)
     assert len(made.active.members) == 2, made.reasons[-10:]
+
+
+def test_where_nodes_do_not_reach_each_other_the_one_that_has_the_state_goes_on():
+    """A pause has written it to that node's run folder, where no other node can read it."""
+    made = trains(world(nodes=1, slots=1, pods=1))
+    made.has_path = False
+    made.pause()
+    made.run_until(JobState.PAUSED)
+    made.nodes["b"] = SimNode(node("b", 2), made.now)
+    made.rounds(2)
+    made.resize(3)
+    made.resume()
+    for _ in range(2):
+        before = made.job.commits
+        while made.job.commits == before:
+            made.round(0.2)
+        stage = made.active
+        for rank, pod_id in enumerate(stage.pod_ids):
+            tell(made, pod_id, ReportKind.FAILED, stage.stage, rank=rank, code=75, peer_lost=True)
+    trains(made)
+    assert [member.pod.node_id for member in made.active.members] == ["a"], made.reasons[-10:]
 
 
 def test_victims_alone_count_as_one_failure():

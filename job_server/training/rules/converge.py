@@ -590,7 +590,8 @@ def _fewer_for_memory(work: Work, stay: list[TrainingPod]) -> list[TrainingPod]:
     if len(there) <= needed or most < max(1, job.spec.min_pods):
         return stay
     gone = max(there, key=lambda pod: source is None or pod.pod_id not in source.pods)
-    work.set(target=most)
+    # Another number is another try: where several are too many, each costs one start.
+    work.set(target=most, budget=replace(job.budget, failures_in_row=1))
     work.note(
         f"warning: there is no memory on node {node_id} for {counted(len(there), 'pod')} of this "
         f"job: it is to have {most} from now on. With more memory, `edl resize {job.spec.job_id} "

@@ -402,6 +402,14 @@ def killed_for_memory(made: World, starts: int, *, fits: int) -> None:
     assert len(killed) == starts, made.reasons[-20:]
 
 
+def test_a_job_that_grew_far_beyond_its_memory_goes_on_with_what_there_is_room_for():
+    made = trains(world(nodes=1, slots=8, max_pods=8, pods=2))
+    made.resize(8)
+    killed_for_memory(made, 7, fits=2)
+    trains(made)
+    assert len(made.active.members) == 2 == made.job.target
+
+
 def test_the_only_pod_of_the_node_that_has_the_state_stays_where_there_is_no_memory():
     """A start without it would wait for a place there, which it has just left."""
     made = trains(world(nodes=2, slots=1, pods=1))

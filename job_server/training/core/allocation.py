@@ -299,16 +299,26 @@ def may_hold(job: Job, pod_id: str) -> bool:
 
 
 def is_in_trainers_only(job: Job) -> bool:
-    """Return whether the parked trainers alone hold the newest state. There was no memory for a
-    snapshot, and the script has no checkpoint path.
+    """Return whether the parked trainers alone hold the newest state, as far as is known, and the
+    script has no checkpoint path to which they have written it.
     """
     stage = job.active
     parked = () if stage is None else stage.members
-    if stage is None or any(member.snapshot_is_current or member.durable for member in parked):
+    if stage is None or any(member.durable for member in parked):
         return False
     step = max((member.step for member in parked), default=0)
     source = newest_in_memory(job)
     return source is None or (source.stage, source.step) < (stage.stage, step)
+
+
+def why_in_trainers_only(stage: JobStage) -> str:
+    """Return why no snapshot is known of the state with which a stage has parked."""
+    held = next((member.pod for member in stage.members if member.snapshot_is_current), None)
+    if held is None:
+        return "there is no memory for a snapshot, and the script has no checkpoint="
+    # As its trainers say.
+    why = f"the shim of {held.pod_id}, which holds the newest state, does not answer: it is stopped"
+    return f"{why}, or node {held.node_id} is too busy"
 
 
 def is_local_on_all_nodes(job: Job, stage: JobStage, source: RestoreFrom) -> bool:

@@ -34,6 +34,7 @@ from job_server.training.core.allocation import (
     find_sites_on,
     is_in_trainers_only,
     make_pods,
+    why_in_trainers_only,
 )
 from job_server.training.core.changes import (
     ask_again,
@@ -339,15 +340,15 @@ def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
         return
     if stage.any_in(PodStagePhase.ABSENT):  # the server was away: are its trainers still there?
         return
-    if stage.way is not Way.JOIN and is_in_trainers_only(work.job):  # who joins gets it from them
-        why = "there is no memory for a snapshot, and the script has no checkpoint="
+    only_there = is_in_trainers_only(work.job)
+    if only_there and stage.way is not Way.JOIN:  # who joins gets it from them
+        why = why_in_trainers_only(active)
         abandon(work, f"{why}: step {max(steps)} would be lost")
         return
     note_written(work, active)
     if stage.overlaps:
-        commit(
-            work, snapshot_is_current=all(member.snapshot_is_current for member in active.members)
-        )
+        is_current = all(member.snapshot_is_current for member in active.members)
+        commit(work, snapshot_is_current=is_current and not only_there)
     else:
         enter(work, Order.END)
 

@@ -20,7 +20,12 @@ from job_server.api.wire import (
 from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
-from job_server.training.core.allocation import newest_in_memory, unheard, unsaved
+from job_server.training.core.allocation import (
+    newest_in_memory,
+    unheard,
+    unsaved,
+    why_in_trainers_only,
+)
 from job_server.training.core.changes import ask_again
 from job_server.training.core.job import (
     GONE,
@@ -228,12 +233,7 @@ def _parked_without_snapshot(work: Work) -> JobStage | None:
 
 def _end_without_snapshot(work: Work, stage: JobStage) -> None:
     if not note_written(work, stage) and _goes_on(work.job):
-        why = "there is no memory for a snapshot, and the script has no checkpoint="
-        held = next((member.pod for member in stage.members if member.snapshot_is_current), None)
-        if held is not None:  # as its trainers say
-            why = f"the shim of {held.pod_id}, which holds the newest state, does not answer: "
-            why += f"it is stopped, or node {held.node_id} is too busy"
-        _call_off(work, why)
+        _call_off(work, why_in_trainers_only(stage))
         return
     _end(work)
 

@@ -507,6 +507,37 @@ def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
     assert made.job.lineage.redone_steps == 0
 
 
+@pytest.mark.parametrize("overlap", ["off", "auto"])
+def test_a_change_is_called_off_where_the_shim_that_has_the_newest_state_does_not_answer(overlap):
+    """An older state that was known of was taken for the one that the trainers had parked with."""
+    made = trains(world(pods=1, overlap=overlap))
+    made.shims_answer = False
+    made.rounds(1)
+    step = made.job.progress.step
+    made.resize(2)
+    made.rounds(20)
+    assert made.active.stage == 1
+    assert made.job.progress.step > step
+    assert any("abandoned: the shim of pod_0_0, which holds the newest" in r for r in made.reasons)
+    made.shims_answer = True
+    made.resize(2)
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    assert made.job.lineage.redone_steps == made.job.budget.failures == 0
+
+
+def test_trainers_that_join_are_told_of_no_older_state_than_that_of_those_who_stay():
+    made = trains(world(pods=1, overlap="join"))
+    made.shims_answer = False
+    made.rounds(1)
+    made.resize(2)
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    assert len(made.active.members) == 2
+    assert made.active.restore_from is not None
+    assert not made.active.restore_from.local_on_all_nodes
+
+
 def test_replace_resumes_the_old_stage_when_a_new_trainer_dies_before_the_commit():
     made = beside(Way.REPLACE)
     tell(made, made.preparing.pod_ids, ReportKind.READY, 2)

@@ -736,7 +736,9 @@ def test_a_server_that_comes_back_in_a_cut_waits_for_the_next_trainers_to_show_t
     made.run_until(JobState.CUTTING_OVER)
     old, new = made.active, made.preparing
     made.send(ServerRestarted())
-    parked = {"step": made.job.progress.step, "snapshot_is_current": True}
+    step = made.job.progress.step
+    kept = wire.SnapshotRef(stage=old.stage, step=step)
+    parked = {"step": step, "snapshot_is_current": True, "snapshot": kept}
     tell(made, old.pod_ids, ReportKind.DRAINED, old.stage, **parked)
     for pod_id in new.pod_ids:
         assert made.active.stage == old.stage, "they may have died meanwhile"

@@ -553,10 +553,11 @@ class Launcher:
         while self._exit is None:
             self._pod, actions = decisions.decide(self._pod, time.monotonic())
             self._status = self._attach_now()  # before the server gets a report about it
+            decided = self._pod
             for action in actions:
                 self._act(action)
             again = decisions.Spawn | decisions.Invite | decisions.WarmSpare
-            if not any(isinstance(action, again) for action in actions):
+            if self._pod is decided and not any(isinstance(action, again) for action in actions):
                 break
         while self._reaped:
             self._pool.clean_up_after(self._reaped.pop())
@@ -681,13 +682,24 @@ class Launcher:
                 if fds := self._segments.show(snapshot):
                     self._send(name, message, fds)
             case Welcome(plan=plan) | Go(plan=plan) if plan is not None:
-                fds = self._segments.for_restore(plan)
+                try:
+                    fds = self._segments.for_restore(plan)
+                except ShimError as error:
+                    self._fail_start(name, str(error))
+                    return
                 try:
                     self._send(name, message, fds)
                 finally:
                     close_all(fds)
             case _:
                 self._send(name, message)
+
+    def _fail_start(self, name: Name, text: str) -> None:
+        """Have a trainer fail that waits for its state: the next try may get it."""
+        logger.error("stage %d: rank %d: %s", name[0][0], name[1], text)
+        raised = RaisedError(types=("TimeoutError", "OSError", "Exception"), text=text)
+        failure = Raised(error=TrainerError(chain=(raised,)))
+        self._pod = state.received(self._pod, *name, failure)
 
     def _send(self, name: Name, message: LauncherMessage, fds: tuple[int, ...] = ()) -> None:
         connection = self._connections.get(name)

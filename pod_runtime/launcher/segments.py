@@ -120,17 +120,36 @@ class NodeSegments:
         if source is None:
             return self._for_check(plan) if plan.order is Order.PREPARE else ()
         found = tuple(os.dup(fd) for fd in self._at_hand if _has(fd, source))
+        silent = ""
         others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
         for pod_id in (self._pod_id, *others):
             if found:
                 break
             if (self._dir(pod_id) / "sock").exists():  # else it is on another node, or gone
-                found = self._fetch(pod_id, source.stage)
+                try:
+                    found = self._ask(pod_id, source.stage)
+                except ShimError as error:
+                    logger.warning("no state of stage %d from %s: %s", source.stage, pod_id, error)
+                    # One that is gone refuses at once.
+                    is_silent = isinstance(error.__cause__, TimeoutError | BlockingIOError)
+                    silent = pod_id if is_silent and pod_id in source.pods else silent
             if source.local_on_all_nodes:
                 unfit = [fd for fd in found if not _has(fd, source)]
                 found = tuple(fd for fd in found if fd not in unfit)
                 close_all(unfit)
+        if silent and not found and plan.order is Order.START and not self._is_elsewhere(plan):
+            raise ShimError(
+                f"the shim of {silent}, which has the state of step {source.step} in memory, does "
+                f"not answer: it is stopped, or this node is too busy"
+            )
         return found
+
+    def _is_elsewhere(self, plan: StagePlan) -> bool:
+        """Whether the state that a plan starts from can be had without this node's shims."""
+        source, mine = plan.restore_from, own_pod(self._pod_id, plan)
+        if source is None or source.path:
+            return True
+        return any(p.pod_id in source.pods and p.node_id != mine.node_id for p in plan.pods)
 
     def _for_check(self, plan: StagePlan) -> tuple[int, ...]:
         """Return descriptors of the newest state on this node, whatever its stage; (): none.
@@ -147,11 +166,19 @@ class NodeSegments:
         The caller closes them.
         """
         try:
-            _, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
+            return self._ask(pod_id, stage)
         except ShimError as error:
             which = "any stage" if stage is None else f"stage {stage}"
             logger.warning("no state of %s from %s: %s", which, pod_id, error)
             return ()
+
+    def _ask(self, pod_id: str, stage: int | None) -> tuple[int, ...]:
+        """As `_fetch`.
+
+        Raises:
+            ShimError: the shim is gone, or gives no answer.
+        """
+        _, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
         return fds
 
     def _neighbours(self, plan: StagePlan) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime import shim_wire
 from pod_runtime.channel_wire import SegmentMade
+from pod_runtime.launcher import segments
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.segment_header import (
@@ -160,6 +161,23 @@ def test_a_segment_that_was_made_since_is_found_by_asking(pods, memory):
     assert [restored(pod, source(7, 1)) for pod in pods] == [exactly] * 3
     for pod in pods:
         pod.let_go()
+
+
+def test_a_start_fails_where_the_shim_that_has_the_state_gives_no_answer(pods, monkeypatch):
+    """It began at the last checkpoint, or at step 0, and the shim let go of the state."""
+    wanted = dataclasses.replace(source(7), local_on_all_nodes=False)
+    plan = dataclasses.replace(PLAN, stage=3, order=Order.START, restore_from=wanted)
+    assert pods[0].for_restore(plan) == (), "the shims answer that they have it no longer"
+
+    def gives_no_answer(*_: object) -> None:
+        raise ShimError("pod_0: get: timed out") from TimeoutError("timed out")
+
+    monkeypatch.setattr(segments, "request", gives_no_answer)
+    with pytest.raises(ShimError, match="has the state of step 7 in memory, does not answer"):
+        pods[0].for_restore(plan)
+    away = dataclasses.replace(PLAN.pods[1], node_id="another")
+    of_others = dataclasses.replace(plan, pods=(PLAN.pods[0], away, PLAN.pods[2]))
+    assert pods[0].for_restore(of_others) == (), "another node sends it"
 
 
 def test_an_older_state_of_the_own_shim_does_not_hide_the_one_that_is_wanted(

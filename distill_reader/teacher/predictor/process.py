@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -48,6 +48,7 @@ _PR_SET_PDEATHSIG = 1
 # Of the spread of a batch's outputs: by more an answer does not differ for rounding alone, which is
 # up to 0.03 of it in a deep model of 8 bits.
 _MOST_DIFFERENCE = 0.05
+_REPEATS = 8  # of samples alone: some answers differ little by chance
 # Operators raise these for bad input tensors: Paddle's InvalidArgument, OutOfRange, Unimplemented
 # and more. After anything else, such as a lack of memory or an error of the device, the process
 # may be unfit to continue.
@@ -76,6 +77,7 @@ class PredictorLoop:
         self._arenas: dict[int, Arena] = {}
         self._waiting: deque[RunMessage] = deque()
         self._proven: set[int] = set()  # models whose answers do not depend on other samples
+        self._repeats: Counter[int] = Counter()  # by model: samples alone that were computed twice
 
     def serve(self) -> None:
         """Serve messages; return when the front closes the connection."""
@@ -114,13 +116,18 @@ class PredictorLoop:
             for tensor in spec.inputs:
                 normalization = model.normalizations.get(tensor.name)
                 inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
-            others = None if run.model in self._proven else _with_others(inputs, samples)
+            is_repeated = samples == 1 and self._repeats[run.model] >= _REPEATS
+            is_proven = is_repeated or run.model in self._proven
+            others = None if is_proven else _with_others(inputs, samples)
             outputs = _check_outputs(spec, model.backend.run(inputs), samples)
             if others is not None:
                 self._channel.send(MessageKind.ALIVE)  # each of the two runs may take its time
                 outputs = [output.copy() for output in outputs]  # the backend may use them again
                 _check_apart(model, others, outputs)
-                self._proven.add(run.model)
+                if samples > 1:
+                    self._proven.add(run.model)
+                else:
+                    self._repeats[run.model] += 1
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
             encoded = [encoder.encode(encoding) for encoding in run.encodings]
         except _ABOUT_INPUTS as error:
@@ -305,14 +312,14 @@ def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) 
 def _with_others(inputs: Mapping[str, Array], samples: int) -> dict[str, Array] | None:
     """Return a batch with the first sample in place of those of the second half.
 
-    None: it would be the same batch.
+    None: it would be the same batch. One sample alone comes again as it is: its answer may differ
+    each time, as by dropout.
     """
-    if samples == 1:
-        return None
     places = np.arange(samples)
     places[_kept(samples) :] = 0
     others = {name: each[places] for name, each in inputs.items()}
-    return others if any((others[name] != each).any() for name, each in inputs.items()) else None
+    differ = any((others[name] != each).any() for name, each in inputs.items())
+    return others if differ or samples == 1 else None
 
 
 def _check_apart(model: LoadedModel, others: Mapping[str, Array], outputs: Sequence[Array]) -> None:

@@ -239,6 +239,19 @@ def training(folder: str, name: str, device: Device) -> Backend:
     return _Training(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
 
 
+class _Dropping(Sums):
+    """Leaves out some pixels at random."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        image = inputs["image"]
+        return super().run({"image": image * (np.random.random(image.shape) < 0.5)})
+
+
+def dropping(folder: str, name: str, device: Device) -> Backend:
+    """Answers differ each time, as by dropout in training."""
+    return _Dropping(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
 class _Quantized(Sums):
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         image = inputs["image"]

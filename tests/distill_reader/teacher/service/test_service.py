@@ -212,6 +212,18 @@ def test_a_model_that_was_refused_answers_no_sample_alone_either(folder):
         service.close()
 
 
+def test_a_model_whose_answers_differ_each_time_answers_no_sample_alone(tmp_path):
+    (tmp_path / "shape").write_text("64")
+    service = started(config(tmp_path, "dropping", devices=(Device(),)))
+    image = np.linspace(0, 1, 64, dtype=np.float32)[None]
+    try:
+        with pytest.raises(BadRequest, match=r"model toy: output sum: .* differs each time"):
+            # Two answers may be nearly the same by chance.
+            [outputs(ask(service, image)) for _ in range(8)]
+    finally:
+        service.close()
+
+
 def test_a_quantized_model_whose_rounding_depends_on_other_samples_is_served(folder):
     service = started(config(folder, "quantized", devices=(Device(),)))
     try:

@@ -69,6 +69,7 @@ class DiscoveryConfig:
     server: DiscoveryServerConfig
     job_server: str | None  # None: the demand is not posted
     job_token: Callable[[], str]  # reads it; raises a UsageError where there is none any more
+    certificates: str | None  # file by which the job server's is checked; None: well-known ones
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,6 +119,7 @@ def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
         ),
         job_server=job_server,
         job_token=job_token,
+        certificates=os.environ.get("SSL_CERT_FILE"),  # as OpenSSL and curl have it
     )
 
 
@@ -126,7 +128,12 @@ async def _serve(config: DiscoveryConfig, listener: socket.socket) -> int:
     server = DiscoveryServer(registry, config.server)
     tasks = [asyncio.create_task(server.run(listener))]
     if config.job_server is not None:
-        poster = DemandPoster(server.balancer, config.job_server, config.job_token)
+        poster = DemandPoster(
+            server.balancer,
+            config.job_server,
+            config.job_token,
+            certificates=config.certificates,
+        )
         tasks.append(asyncio.create_task(poster.run()))
     stopping = stop_event()
     listener.listen()  # now: who reads that the server is ready may connect at once

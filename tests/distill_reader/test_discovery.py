@@ -18,11 +18,15 @@ import pytest
 from distill_reader import discovery, register, registering
 from distill_reader.balance.client import FeedStats
 from distill_reader.balance.registry.registrar import PortProbe, Readiness
-from distill_reader.balance.server.demand import demand_of
+from distill_reader.balance.server.balancer import RegistryView
+from distill_reader.balance.server.demand import DemandPoster, demand_of
 from distill_reader.balance.table import ServiceState, Student
+from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import UsageError
+from tests.authority import Authority, make_authority
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import LocalDiscovery, LocalStudent
+from tests.distill_reader.student.foreign_teachers import HttpTeacher
 from tests.support import wait_until
 
 
@@ -172,7 +176,7 @@ def test_demand_is_what_students_say_together():
 class JobServer:
     """Takes demands; answers as one that runs no teachers for `other`."""
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", authority: Authority | None = None) -> None:
         self.token = token  # "": it has none
         self.posts: list[tuple[str, str | None, Any]] = []
         self.refused = 0
@@ -189,12 +193,18 @@ class JobServer:
                 posts.append((self.path, self.headers["Authorization"], body))
                 self.send_response(404 if "other" in self.path else 200)
                 self.end_headers()
+                if "other" in self.path:
+                    self.wfile.write(b'{"error":"service: no job serves it"}')
 
             def log_message(self, *_: Any) -> None:
                 pass
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        scheme = "http"
+        if authority is not None:
+            context, scheme = authority.context(), "https"
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = f"{scheme}://localhost:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
@@ -222,6 +232,18 @@ def test_a_job_server_is_told_of_the_demand(run):
     }
 
 
+def test_a_job_server_behind_an_authority_of_ones_own_is_told_of_the_demand(run, tmp_path):
+    authority = make_authority(tmp_path)
+    jobs = run(JobServer, authority=authority)
+    server = run(
+        DiscoveryProcess, "--job_server", jobs.url,
+        EDL_TOKEN="", EDL_TEACHER_TOKEN="", SSL_CERT_FILE=authority.ca_file,
+    )  # fmt: skip
+    student = run(LocalStudent, server.endpoint, "svc")
+    student.feed_stats = FeedStats(wait_share=0.25, samples_per_s=12.0)
+    wait_until(lambda: jobs.posts)
+
+
 def test_a_job_server_that_has_another_token_is_told_of_the_demand_again(run, tmp_path):
     file = tmp_path / "token"
     file.write_text("first\n")
@@ -237,6 +259,31 @@ def test_a_job_server_that_has_another_token_is_told_of_the_demand_again(run, tm
     wait_until(lambda: jobs.refused)
     file.write_text("second\n")
     wait_until(lambda: jobs.posts[-1][1] == "Bearer second", 120, "the file is read again")
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ((404, {}, b"404 page not found"), "404 404 page not found"),
+        ((301, {"Location": "https://jobs.test/"}, b""), "sends requests to https://jobs.test/"),
+    ],
+)
+def test_an_answer_that_is_no_job_servers_is_told(run, caplog, reply, told):
+    other = run(HttpTeacher, lambda *_: reply)
+    students = {"a": Student(student="a", session=1, require=1, wait_share=0.5, samples_per_s=1.0)}
+
+    class Balancer:
+        view = RegistryView(services={"svc": ServiceState(students=students)}, away=None)
+
+    async def post() -> None:
+        poster = DemandPoster(Balancer(), f"http://127.0.0.1:{other.port}", str)  # type: ignore[arg-type]
+        task = asyncio.create_task(poster.run())
+        async with asyncio.timeout(60):
+            while told not in caplog.text:
+                await asyncio.sleep(0.01)
+        await end_tasks(task)
+
+    asyncio.run(post())
 
 
 class Program:

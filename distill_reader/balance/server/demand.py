@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 _TIMEOUT_S = 5.0
 _LOG_EVERY_S = 30.0
+_OF_NO_JOB = "service: "  # in the job server's 404 where no job has such teachers
 
 
 def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
@@ -40,16 +41,25 @@ def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
 class DemandPoster:
     """Posts the demand every 2 s. Belongs to one event loop."""
 
-    def __init__(self, balancer: Balancer, job_server: str, read_token: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        balancer: Balancer,
+        job_server: str,
+        read_token: Callable[[], str],
+        *,
+        certificates: str | None = None,
+    ) -> None:
         """
         Args:
             job_server: URL, e.g. http://10.0.0.1:8180.
             read_token: returns its token by now, "": none; or raises a UsageError.
+            certificates: file of those to check its own against; None: well-known authorities.
         """
         self._balancer = balancer
         self._url = job_server.rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy for calls within EDL
+        self._session.verify = certificates or True
         self._read_token = read_token
         self._use(read_token())
         self._logged_s = -_LOG_EVERY_S
@@ -84,10 +94,16 @@ class DemandPoster:
                 continue
             url = f"{self._url}/api/v1/services/{demand['service']}/demand"
             try:
-                answer = self._session.post(url, json=demand, timeout=_TIMEOUT_S)
-            except requests.RequestException as error:
+                answer = self._session.post(
+                    url, json=demand, timeout=_TIMEOUT_S, allow_redirects=False
+                )
+            except requests.exceptions.SSLError as error:
+                return f"{error} (SSL_CERT_FILE names the certificates to check against)"
+            except OSError as error:  # all of requests' are, and that of a file of certificates
                 return str(error)
-            if answer.status_code == HTTPStatus.NOT_FOUND:
+            if answer.is_redirect:  # never followed: a POST would become a GET
+                trouble = f"{url}: sends requests to {answer.headers['Location'][:200]}: name that"
+            elif answer.status_code == HTTPStatus.NOT_FOUND and _OF_NO_JOB in answer.text[:200]:
                 logger.debug("%s: %s", url, answer.text[:200])  # this service is not on demand
             elif not answer.ok:
                 if answer.status_code == HTTPStatus.UNAUTHORIZED:

@@ -26,9 +26,9 @@ from distill_reader.model.normalization import Normalization, parse_option
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.registering import RegisterConfig, add_register_arguments, parse_register
 from distill_reader.teacher.front import Front, FrontConfig
-from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.backend import PADDLE_BACKEND, Device
 from distill_reader.teacher.protocols.limits import FrontLimits
-from distill_reader.teacher.service.service import PADDLE_BACKEND, PredictorService, ServiceConfig
+from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 from distill_reader.tokens import read_token
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ from distill_reader.model.tensors import Array
 
 __all__ = ["Array", "Backend", "BackendFactory", "Device"]  # for the authors of backends
 
+PADDLE_BACKEND = "distill_reader.teacher.predictor.paddle_backend:load"  # as `--backend` names it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -28,7 +30,7 @@ class Backend(Protocol):
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return all outputs of a batch by name, in the types and shapes of `spec`.
 
-        The inputs are valid only during the call.
+        The inputs are valid only during the call. It may work on them in place.
         """
         ...
 

@@ -25,7 +25,13 @@ from distill_reader.model.normalization import Normalization, check_inputs, read
 from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.model.tensors import differ_beyond_rounding
 from distill_reader.protocols.arena import Arena, attach
-from distill_reader.teacher.predictor.backend import Array, Backend, BackendFactory, Device
+from distill_reader.teacher.predictor.backend import (
+    PADDLE_BACKEND,
+    Array,
+    Backend,
+    BackendFactory,
+    Device,
+)
 from distill_reader.teacher.predictor.digest import digest_of
 from distill_reader.teacher.predictor.encodings import Encoder, decode_input
 from distill_reader.teacher.predictor.wire import (
@@ -71,9 +77,17 @@ class LoadedModel:
 class PredictorLoop:
     """Answers the front's messages until the front is gone."""
 
-    def __init__(self, channel: PredictorChannel, models: Sequence[LoadedModel]) -> None:
+    def __init__(
+        self, channel: PredictorChannel, models: Sequence[LoadedModel], *, copies_inputs: bool
+    ) -> None:
+        """
+        Args:
+            copies_inputs: a backend may write to its inputs, and another predictor needs them as
+                they came, should this one end.
+        """
         self._channel = channel
         self._models = models
+        self._copies_inputs = copies_inputs
         self._arenas: dict[int, Arena] = {}
         self._waiting: deque[RunMessage] = deque()
         self._proven: set[int] = set()  # models whose answers do not depend on other samples
@@ -157,7 +171,8 @@ class PredictorLoop:
         if len(arrays) > 1:
             return np.concatenate(arrays)
         # Vector instructions need aligned arrays; a protocol may receive bytes at odd addresses.
-        return arrays[0] if arrays[0].flags.aligned else arrays[0].copy()
+        is_ready = arrays[0].flags.aligned and not self._copies_inputs
+        return arrays[0] if is_ready else arrays[0].copy()
 
     def _scatter(
         self,
@@ -277,7 +292,7 @@ def main() -> None:
         return
     channel.send_json(MessageKind.READY, specs_document([model.spec for model in models]))
     try:
-        PredictorLoop(channel, models).serve()
+        PredictorLoop(channel, models, copies_inputs=start.backend != PADDLE_BACKEND).serve()
     except BrokenPipeError:
         return  # the front is gone
     except Exception as error:

@@ -37,7 +37,7 @@ from distill_reader.protocols.arena import (
     Slice,
     aligned,
 )
-from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.backend import PADDLE_BACKEND, Device
 from distill_reader.teacher.predictor.wire import (
     BatchRows,
     MessageKind,
@@ -63,7 +63,6 @@ from distill_reader.teacher.service.requests import (
 
 logger = logging.getLogger(__name__)
 
-PADDLE_BACKEND = "distill_reader.teacher.predictor.paddle_backend:load"
 
 _DEATHS = 2  # predictors that may die while computing a request: it may be what kills them
 _AHEAD_US = 2000  # if batches take less, the next one is sent before the last is answered

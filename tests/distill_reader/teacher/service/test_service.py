@@ -186,6 +186,16 @@ def test_small_requests_are_computed_together(service):
     pytest.fail("200 times 16 requests at once, and no two were computed together")
 
 
+def test_what_a_backend_computes_in_place_does_not_change_a_request_that_another_gets(tmp_path):
+    service = started(config(tmp_path, "in_place", devices=(Device(),)))
+    try:
+        answer = outputs(ask(service, images(1, 2, 3)))
+        assert (tmp_path / "failed").exists()
+        assert_sums(answer, 2 * images(1, 2, 3))
+    finally:
+        service.close()
+
+
 def test_a_model_whose_answers_depend_on_others_samples_is_refused_with_the_remedy(folder):
     service = started(config(folder, "training", devices=(Device(),)))
     try:

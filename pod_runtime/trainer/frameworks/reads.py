@@ -1,6 +1,7 @@
 """See whether a script reads the tensors of a model: their values, a copy, a forward pass."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ class Reads:
     """Tells of the first read of a model's tensors while it watches.
 
     It stands in the layers' dicts of tensors, so it sees what goes through the model. A list of
-    parameters that the script has made before is read unseen.
+    parameters that the script has made before is read unseen, and so is what another thread reads,
+    which follows the training at its own time.
     """
 
     def __init__(self, layers: Callable[[], Iterable[Any]], tell: Callable[[], None]) -> None:
@@ -22,6 +24,7 @@ class Reads:
         """
         self._layers, self._tell = layers, tell
         self._has_told = False
+        self._thread = threading.get_ident()
         self._watched: list[tuple[Any, str, dict[str, Any]]] = []
 
     def begin(self) -> None:
@@ -42,6 +45,8 @@ class Reads:
         self._watched = []
 
     def _read(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         watches = bool(self._watched)  # what was made meanwhile may have a dict of it still
         self.end()
         if watches and not self._has_told:

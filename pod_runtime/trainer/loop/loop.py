@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -207,6 +208,7 @@ class Loop:
             settings = replace(settings, checkpoint=None, **self._rehearsal.settings(settings))
             num_workers = 0
         _show_log()
+        self._thread, self._has_entered = threading.get_ident(), threading.Event()
         before, Loop._newest = Loop._newest, self
         if before is not None and before._finished:
             before._let_go()
@@ -275,7 +277,8 @@ class Loop:
     def _entered(self) -> StageSteps:
         """Return the steps of this trainer's stage.
 
-        Enters the stage first if that has not happened, which may wait for its commit.
+        Enters the stage first if that has not happened, which may wait for its commit. Another
+        thread of the script waits until this loop's own has done that.
 
         Raises:
             UsageError: in a job, the script has made another loop, and has not ended this one.
@@ -286,6 +289,8 @@ class Loop:
                 "at a time. Train them one after the other, or both models by one loop: "
                 "Loop([a, b], [optimizer_a, optimizer_b], ...)"
             )
+        if self._steps is None and threading.get_ident() != self._thread:
+            self._has_entered.wait()
         if self._steps is None:
             self._changes.note()
             with borrowed_numbers(self._framework.data):
@@ -301,6 +306,7 @@ class Loop:
                 self._settle()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
+            self._has_entered.set()
         assert self._steps is not None
         return self._steps
 

@@ -333,6 +333,16 @@ def test_what_an_epochs_body_reads_of_the_model_is_read_when_the_state_is_there(
     assert reads or text not in new.logs()
 
 
+def test_a_thread_of_the_script_may_ask_loop_and_model_while_a_trainer_is_prepared(launch):
+    job = launch("counting.py", 2)
+    old, new = prepared_beside(job, *out(job, "--watches"))
+    old.cut()
+    new.commit((1, old.drained()))
+    finish(new)
+    old.end()
+    assert "the script takes tensors of the model" not in new.logs()
+
+
 def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
     job = launch("counting.py", 2)
     args = out(job, "--draws")

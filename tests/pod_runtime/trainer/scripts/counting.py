@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,7 @@ parser.add_argument(
     "--tally", choices=("buffer", "parameter", "extra", "attribute"), help="steps, at their top"
 )
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
+parser.add_argument("--watches", action="store_true", help="loop and model, in a thread")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--own_target", action="store_true", help="a frozen one, built unseeded")
 parser.add_argument("--own_features", action="store_true", help="of the script, drawn unseeded")
@@ -153,6 +155,14 @@ loop = elastic.Loop(
     all_reduce=args.all_reduce, promise=args.promise, extra={"tally": tally},
     seed=os.getpid() if args.own_seed else 0, policy=args.policy, drop_last=args.drop_last or None,
 )  # fmt: skip
+if args.watches:
+
+    def watch() -> None:
+        while True:
+            assert (float(model.seen.sum()), loop.step_count) >= (0.0, 0)
+            time.sleep(0.001)
+
+    threading.Thread(target=watch, daemon=True).start()
 RANK = os.environ["PADDLE_TRAINER_ID"]
 noted = (args.out / f"noted.{STAGE}.{RANK}").open("a")  # stays open, and is never flushed
 for epoch in loop.epochs():

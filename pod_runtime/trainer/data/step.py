@@ -103,6 +103,7 @@ class Step(ABC):
         self._loss = loss
         self._at = 0  # shards that were handed out
         self._open = False  # the newest of them is being computed
+        self._calls = 0  # collectives before it
         self._shard_samples = 0
         self._all = tuple(range(len(framework.step.optimizers)))
         # By optimizer: of how many shards a loss went through `backward`, since its update.
@@ -182,6 +183,7 @@ class Step(ABC):
             self._at += 1
             self._shard_samples = shard_range.samples
             self._open, self._of_shard = True, set()
+            self._calls = self._framework.group.calls()
             yield batch
             self._close_shard()
         self._close_shard()
@@ -195,6 +197,20 @@ class Step(ABC):
 
     def _end_shards(self) -> None:  # noqa: B027
         """Note that the script has gone through all shards of this rank; most need nothing."""
+
+    def _check_calls(self) -> None:
+        """See that the script waits for no other rank inside of the loop over the shards.
+
+        Raises:
+            UsageError: it does.
+        """
+        raise UsageError(
+            "a collective (all_reduce, all_gather) inside of `for batch in step:`, through which a "
+            "trainer goes once for each of its shards, however many it has: one waits for the "
+            "others in vain. step.update() returns the loss of the whole batch, over all trainers. "
+            "A loss that needs what the others have computed takes Loop(promise='statistics', "
+            "drop_last=True), with which each of them has one shard"
+        )
 
     def _begin(self) -> None:
         """Take the buffers as they are: a script may set one before it goes through the shards."""
@@ -351,6 +367,8 @@ class Step(ABC):
     def _close_shard(self) -> None:
         if self._open:
             self._open = False
+            if self._framework.group.calls() != self._calls:
+                self._check_calls()
             if not self._again:
                 self.samples_done += self._shard_samples
             self._framework.step.end_shard()

@@ -71,6 +71,9 @@ class FrameworkGroup(Protocol):
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         """Overwrite `data` on every rank by that of `source`. Raises PeerLost."""
 
+    def calls(self) -> int:
+        """Return how many collectives the script has begun, and perhaps others between steps."""
+
 
 class FrameworkState(Protocol):
     """The state of a training: model, optimizer, and what belongs to them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.frameworks.framework import Framework
 from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.warmup import WarmupStep
@@ -66,6 +67,9 @@ class MeasuringStep(WarmupStep):
         # Workers read ahead, beside the training; here one is started for each shard.
         self._shard_at = time.perf_counter() if self._source.num_workers else began
         return batch
+
+    def _check_calls(self) -> None:
+        Step._check_calls(self)  # as many shards as there is time for
 
     def _close_shard(self) -> None:
         if not self._open:

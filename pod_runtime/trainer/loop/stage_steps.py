@@ -339,6 +339,15 @@ class TrainingStep(Step):
         seed_shard(self._framework.data, self._steps.seed, *shard_range.key, again=self._again)
         return self._framework.data.to_batch(batch)
 
+    def _check_calls(self) -> None:
+        # They may where each rank goes through as many shards, and will, as with "statistics".
+        stage, plan = self._steps.stage, self._steps.stage.progress.batches
+        is_even = plan.shards % stage.member.world_size == 0
+        is_even &= plan.filled_shards(self.samples) == plan.shards
+        may_change = stage.link is not None and not stage.progress.is_by_share
+        if not is_even or (may_change and self.number < _FIRST_STEPS):
+            super()._check_calls()
+
     def _begin(self) -> None:
         if not self._is_begun:
             self._note_open()

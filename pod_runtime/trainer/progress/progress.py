@@ -80,6 +80,11 @@ class TrainingProgress:
         return text
 
     @property
+    def is_by_share(self) -> bool:
+        """Each trainer computes its share of a batch in one piece."""
+        return self._before.promise == "statistics"
+
+    @property
     def step(self) -> int:
         """As that of `LoopStatus`."""
         return self._before.steps_before + self.cursor.global_step

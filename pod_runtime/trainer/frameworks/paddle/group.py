@@ -1,14 +1,17 @@
 """The process group of a Paddle training, from stage to stage."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
@@ -24,6 +27,7 @@ _TIMEOUT_HINT = (
     "ranks; "
 )
 _MASTER_TIMEOUT_S = 600.0  # outside EDL; inside, the launcher ends this process long before
+_calls = 0  # collectives that the main thread has begun
 
 
 class PaddleGroup:
@@ -36,10 +40,12 @@ class PaddleGroup:
         self.on_change: Callable[[], None] = _nothing
         self.check_free: Callable[[], None] = _nothing
         self._handle: Any | None = None  # None: Paddle's default one
+        self._sent = 0  # collectives amid a backward pass
         self._subgroups: list[
             Any | None
         ] = []  # None: one that this rank is not in, or a world of one
         self._join_on_gpu = join_on_gpu
+        _count_calls()
 
     def form(self, spec: GroupSpec) -> None:
         self.rank, self.world_size = spec.rank, spec.world_size
@@ -107,6 +113,9 @@ class PaddleGroup:
                 raise PeerLost(f"broadcast from rank {source}: {error}") from error
             data[:] = tensor.numpy()
 
+    def calls(self) -> int:
+        return _calls - self._sent
+
     def reduce(self, tensor: Any) -> None:
         """Sum a tensor over all ranks, in place. Raises PeerLost."""
         if self.world_size == 1:
@@ -122,7 +131,21 @@ class PaddleGroup:
 
     def start_reduce(self, tensor: Any) -> Any:
         """Begin to sum a tensor; return a task that can be waited for. On a device."""
+        self._sent += 1
         return dist.all_reduce(tensor, group=self._handle, sync_op=False)
+
+
+@cache  # once in a process
+def _count_calls() -> None:
+    """Count collectives: each asks its group for what does it."""
+    read = Group.process_group.fget
+
+    def process_group(group: Group) -> Any:
+        global _calls
+        _calls += threading.current_thread() is threading.main_thread()
+        return read(group)
+
+    Group.process_group = property(process_group)
 
 
 def _nothing() -> None:

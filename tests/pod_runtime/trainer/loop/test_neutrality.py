@@ -324,6 +324,35 @@ def test_gradients_that_are_sent_during_the_backward_pass_train_the_same(launch)
             assert said == len(twice), "a rank says it once"
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "fewest"),  # with one the number of shards is measured
+    [("towers.py", 3), *(pytest.param("towers_torch.py", n, marks=needs_torch) for n in (3, 1))],
+)
+def test_a_script_that_waits_for_the_others_amid_the_shards_ends_with_the_remedy(
+    launch, script: str, fewest: int
+):
+    job = launch(script, 3)
+    job.min_trainers = fewest
+    out = ("--out", str(job.folder), "--adds_up", "--epochs", "1", "--batch", "96")
+    stage = job.start(3, *out)
+    stage.go()
+    assert stage.codes() == [1] * 3, stage.logs()
+    for trainer in stage.trainers:
+        assert "(all_reduce, all_gather) inside of `for batch in step:`" in trainer.log.read_text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]
+)
+def test_by_shares_a_script_may_wait_for_the_others_amid_a_batch(launch, script: str):
+    job = launch(script, 2)
+    stage = job.start(2, "--out", str(job.folder), "--adds_up", "--promise", "statistics")
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+
+
 @needs_torch
 @pytest.mark.timeout(300)
 def test_shares_train_what_distributed_data_parallel_trains(launch):

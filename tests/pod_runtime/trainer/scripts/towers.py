@@ -34,6 +34,7 @@ parser.add_argument("--checkpoint")
 parser.add_argument("--turn", action="store_true", help="the schedule turns with each epoch, too")
 parser.add_argument("--strays", choices=["rate", "layer"], help="rank 1 sets it by itself")
 parser.add_argument("--all_reduce", default="flat")
+parser.add_argument("--adds_up", action="store_true", help="the losses of shards, by itself")
 parser.add_argument("--twice", action="store_true", help="backward twice per shard")
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
@@ -103,7 +104,10 @@ for epoch in loop.epochs():
         for inputs, targets, index in step:
             plain, noisy = model(inputs)
             weight = 1 + 1e-4 * (index == args.wrong_sample).astype("float64").unsqueeze(1)
-            step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
+            loss = (weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean()
+            step.backward(loss)
+            if args.adds_up:
+                paddle.distributed.all_reduce(loss.detach())
             if args.twice:  # the same gradients change once more, by nothing
                 step.backward((model.plain(inputs) * 0).mean())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)

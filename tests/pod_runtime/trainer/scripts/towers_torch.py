@@ -35,6 +35,7 @@ parser.add_argument("--turn", action="store_true", help="the schedule turns with
 parser.add_argument("--strays", choices=["rate", "layer", "moments"],
                     help="rank 1 sets it by itself")  # fmt: skip
 parser.add_argument("--strays_at", type=int, default=1, help="after this step")
+parser.add_argument("--adds_up", action="store_true", help="the losses of shards, by itself")
 parser.add_argument("--save_steps", type=int, default=1000)
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
@@ -102,7 +103,10 @@ for epoch in loop.epochs():
         for inputs, targets, index in step:
             plain, noisy = model(inputs)
             weight = 1 + 1e-4 * (index == args.wrong_sample).double().unsqueeze(1)
-            step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
+            loss = (weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean()
+            step.backward(loss)
+            if args.adds_up:
+                torch.distributed.all_reduce(loss.detach())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
         step.clip(args.max_norm)
         loss = step.update()

@@ -28,6 +28,7 @@ from pod_runtime.trainer.data.streams import (
 from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.plain_values import as_list, is_of_script, to_float
+from pod_runtime.trainer.loop.carried_names import carried_names
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
 from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
@@ -405,6 +406,7 @@ class Loop:
             UsageError: an epoch was left before its last step.
         """
         self._warn_of_count("epochs", "epoch.number")
+        self._warn_of_carried()
         while self._steps is None or not self._steps.stage.progress.is_finished:
             epoch = self._epoch = Epoch(self._find_epoch, self._run_epoch)
             if self._steps is None:
@@ -759,6 +761,19 @@ class Loop:
                 file, number, of, instead,
             )  # fmt: skip
 
+    def _warn_of_carried(self) -> None:
+        """Name the script's variables that its epochs hand on, which no state carries."""
+        frame = _of_script(sys._getframe(1).f_back)
+        names = [] if frame is None or self.rank != 0 else carried_names(frame)
+        if frame is not None and names:
+            logger.warning(
+                "%s:%d: %s: an epoch or a step reads what the one before has left there, and no "
+                "state carries it: a trainer that starts later, as after a change or a crash, has "
+                "it as it was before the loop. Take step.number and epoch.number for counts, "
+                "loop.save_best for what was best and for patience, and extra={...} for the rest",
+                frame.f_code.co_filename, frame.f_lineno, ", ".join(names),
+            )  # fmt: skip
+
     def _seed_outside_of_steps(self, part: int) -> None:
         epoch = self._entered().cursor.epoch
         seed_epoch(self._framework.data, self._settings.seed, epoch, part)
@@ -949,10 +964,16 @@ def _line_of(frame: FrameType) -> tuple[str, int, str]:
     return file, number, linecache.getline(file, number)
 
 
-def _enumerates(frame: FrameType | None) -> bool:
-    """Whether the script's line that leads to a frame counts, perhaps through a progress bar."""
+def _of_script(frame: FrameType | None) -> FrameType | None:
+    """Return the script's frame that leads to this one, perhaps through a progress bar."""
     while frame is not None and not is_of_script(frame.f_globals.get("__name__")):
         frame = frame.f_back
+    return frame
+
+
+def _enumerates(frame: FrameType | None) -> bool:
+    """Whether the script's line that leads to a frame counts."""
+    frame = _of_script(frame)
     return frame is not None and "enumerate(" in _line_of(frame)[2]
 
 

@@ -456,6 +456,23 @@ def test_a_count_of_epochs_or_steps_that_begins_anew_in_a_later_trainer_is_told(
         assert said[1].endswith("take step.index or step.number")
 
 
+def test_a_variable_that_epochs_hand_on_is_named(caplog):
+    loop, model = make()
+    best = patience = 3.0
+    with caplog.at_level("WARNING"):
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                best = min(best, float(step.update()))
+            if epoch.number:
+                patience -= 1
+    (said,) = [each for each in caplog.messages if "no state carries it" in each]
+    assert "test_loop.py" in said
+    assert ": best, patience: an epoch" in said
+    assert "loop.save_best" in said
+
+
 def test_forgetting_update_is_an_error():
     loop, _model = make()
     steps = iter(next(iter(loop.epochs())))

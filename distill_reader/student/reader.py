@@ -1,5 +1,6 @@
 """The student's reader: yields the user's batches with the teachers' predictions."""
 
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -60,6 +61,7 @@ class DistillReader:
         for name, value in (("ins", ins), ("predicts", predicts)):
             if isinstance(value, str):
                 raise UsageError(f"{name}: expected a list of names, got the text {value!r}")
+        _enable_log()
         self._settings = ReaderSettings(ins=tuple(ins), predicts=tuple(predicts))
         self._generator: Any = None  # None: not set yet
         self._kind = ""  # "": not set yet
@@ -476,6 +478,16 @@ class DistillReader:
                 yield from map(tensor_maker(settings.tensors), session.results())
         finally:
             session.close()
+
+
+def _enable_log() -> None:
+    """Say what a student waits for, also where the script sets up logging (`dictConfig`).
+
+    That has disabled the loggers of what was imported before, unless it said otherwise.
+    """
+    for name, each in [*logging.root.manager.loggerDict.items()]:
+        if name.startswith("distill_reader.") and isinstance(each, logging.Logger):
+            each.disabled = False
 
 
 def _connect(endpoint: str, **options: Any) -> TeacherClient:

@@ -980,8 +980,12 @@ def _enumerates(frame: FrameType | None) -> bool:
 def _show_log() -> None:
     """Show what the loop logs, epochs and metrics above all, where nobody has set up logging.
 
-    Paddle does so when it is imported; PyTorch does not.
+    Paddle does so when it is imported; PyTorch does not. Where a script has (`dictConfig`), that
+    has disabled the loggers of what was imported before, unless it said otherwise.
     """
+    for name, each in [*logging.root.manager.loggerDict.items()]:
+        if name.startswith("pod_runtime.") and isinstance(each, logging.Logger):
+            each.disabled = False
     ours = logging.getLogger("pod_runtime")
     if not ours.hasHandlers():
         handler = logging.StreamHandler()

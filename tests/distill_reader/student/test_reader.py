@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -50,6 +51,14 @@ def make(reach: Callable[..., None]) -> Callable[..., DistillReader]:
 
 def two() -> tuple[FakeTeacher, FakeTeacher]:
     return FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.001)
+
+
+def test_what_a_student_waits_for_is_logged_where_the_script_has_set_up_logging(monkeypatch):
+    # `dictConfig` and `fileConfig` disable what there is, `disable_existing_loggers` being True.
+    logger = logging.getLogger("distill_reader.student.pool.pool")
+    monkeypatch.setattr(logger, "disabled", True)
+    DistillReader(["image"], ["total"])
+    assert not logger.disabled
 
 
 # --- what is yielded

@@ -456,6 +456,14 @@ def test_a_count_of_epochs_or_steps_that_begins_anew_in_a_later_trainer_is_told(
         assert said[1].endswith("take step.index or step.number")
 
 
+def test_what_the_loop_logs_is_shown_where_the_script_has_set_up_logging(monkeypatch):
+    # `dictConfig` and `fileConfig` disable what there is, `disable_existing_loggers` being True.
+    logger = logging.getLogger("pod_runtime.trainer.loop.loop")
+    monkeypatch.setattr(logger, "disabled", True)
+    make()
+    assert not logger.disabled
+
+
 def test_a_variable_that_epochs_hand_on_is_named(caplog):
     loop, model = make()
     best = patience = 3.0

@@ -76,7 +76,8 @@ def explain_import(error: BaseException) -> str:
         return ""
     return (
         "a script of a package, as python -m runs it: start a file beside the package instead, "
-        "with the lines `import runpy; runpy.run_module('PACKAGE.SCRIPT', run_name='__main__')`"
+        "with the lines `import runpy; runpy.run_module('PACKAGE.SCRIPT', run_name='__main__', "
+        "alter_sys=True)`"
     )
 
 

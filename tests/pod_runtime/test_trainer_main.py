@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -114,6 +115,20 @@ def test_a_script_of_a_package_is_told_how_it_runs(script):
     done, said = script.run("from .sizes import HIDDEN\n")
     assert "start a file beside the package instead" in done.stderr
     assert "relative import with no known parent package; a script of a pack" in str(said.error)
+
+
+def test_a_script_of_a_package_has_its_classes_by_the_lines_that_are_named(script: Script):
+    hint = trainer_main.explain_import(ImportError("relative import with no known parent package"))
+    (lines,) = re.findall(r"`(.*)`", hint)
+    (script.folder / "lib").mkdir()
+    (script.folder / "lib" / "sizes.py").touch()
+    (script.folder / "lib" / "train.py").write_text(
+        "import pickle\nfrom . import sizes\nclass Net: ...\n"
+        "print(pickle.loads(pickle.dumps(Net)))\n"
+    )
+    done, said = script.run(lines.replace("PACKAGE.SCRIPT", "lib.train"))
+    assert (done.returncode, said) == (0, None), done.stderr
+    assert "__main__.Net" in done.stdout
 
 
 def test_an_error_that_others_raise_from_one_of_the_users_code_is_told_with_that_ones_place(script):

@@ -314,7 +314,7 @@ def test_a_script_that_runs_as_a_module_is_told_how_and_found_then(tmp_path, cap
     assert main(["lib/train.py"]) == 1
     assert "lines `import runpy; runpy.run_module('PACKAGE.SCRIPT', r" in capsys.readouterr().out
     Path("train.py").write_text(
-        "import runpy\nrunpy.run_module('lib.train', run_name='__main__')\n"
+        "import runpy\nrunpy.run_module('lib.train', run_name='__main__', alter_sys=True)\n"
     )
     assert main(["train.py"]) == 1
     assert "it was run" in capsys.readouterr().out

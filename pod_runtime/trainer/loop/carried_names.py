@@ -24,7 +24,7 @@ def carried_names(frame: FrameType) -> list[str]:
     """
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
-    except (SyntaxError, ValueError):  # it was edited since
+    except (SyntaxError, ValueError, SystemError):  # edited since; amid Python 3.11's collections
         return []
     loops = [
         each

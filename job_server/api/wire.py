@@ -189,6 +189,7 @@ class Saved(Message, frozen=True, kw_only=True):
     path: str  # folder of checkpoints, or URL
     node_id: str  # that wrote it; others may not see a local path
     spare: bool = False  # a run folder: a start does not look there by itself
+    alone: bool = False  # trainers elsewhere did not see it there: a start waits for the node
 
 
 class DesiredState(Enum):
@@ -370,6 +371,7 @@ class RestoreFrom(Message, frozen=True, kw_only=True):
     local_on_all_nodes: bool = False
     path: str = ""  # no shim has it: it is a checkpoint below this folder or URL
     spare: bool = False  # ... a run folder, which is the only copy
+    away: bool = False  # ... and no pod of the stage is on the node that wrote it
 
 
 class PlanPod(Message, frozen=True, kw_only=True):

@@ -66,7 +66,8 @@ def bound_to(job: Job, nodes: Collection[str]) -> str:
         nodes: that answer and can run the job.
     """
     home, saved = home_of(job), job.ending.saved
-    return home if home in nodes or (saved is not None and saved.spare) else ""
+    only_there = saved is not None and (saved.spare or saved.alone)
+    return home if home in nodes or only_there else ""
 
 
 def pod_needs(spec: JobSpec) -> Resources:

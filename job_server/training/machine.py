@@ -296,7 +296,7 @@ def _assume_dead(work: Work) -> bool:
 def _give_up_saved(work: Work) -> bool:
     """Give up the state in the run folder of a node that is dead, where a start waits for that."""
     job, saved = work.job, work.job.ending.saved
-    if saved is None or not saved.spare or not home_of(job):
+    if saved is None or not (saved.spare or saved.alone) or not home_of(job):
         return False
     view = find_node(work.cluster, saved.node_id)
     seen = job.grace_from if view is None else max(view.seen_at, job.grace_from)

@@ -3,6 +3,7 @@
 ElasticError
 ├── UsageError         the training script uses the loop in a way that cannot be right
 ├── StateError         a state does not fit this script, its data or its model
+│   └── ElsewhereError  the state is on a node that the stage has no pod on
 ├── CheckpointError    a checkpoint could not be written or read
 │   └── InUseError     another training has the folder
 ├── SnapshotError      no memory for a snapshot; the training goes on without one
@@ -25,6 +26,10 @@ class UsageError(ElasticError):
 
 class StateError(ElasticError):
     """A state does not fit this script, its data or its model; names what differs."""
+
+
+class ElsewhereError(StateError):
+    """No trainer sees the state, which another node has written. The job server waits for that."""
 
 
 class CheckpointError(ElasticError):

@@ -26,6 +26,7 @@ from job_server.api.wire import (
     SnapshotRef,
     StagePlan,
     StageRecord,
+    TrainerError,
     Way,
 )
 from job_server.cluster.placement import Cluster, NodeView
@@ -48,6 +49,7 @@ from job_server.jobs.work import Goal
 from job_server.training import machine, views
 from job_server.training.core.allocation import unsaved
 from job_server.training.core.job import HaltPhase, Job, JobStage, age, same_but_progress
+from job_server.training.reports.launcher_reports import ELSEWHERE
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
@@ -174,6 +176,7 @@ class World:
         self.max_stage = 0
         self.set_back_s = 0.0  # the clock, between two lives of the server
         self.durable = 0  # newest checkpoint
+        self.shares_path = True  # all nodes see what one has written there
         self.cuts: dict[int, int] = {}  # stage -> step after which its ranks park
         self.stepped = 0  # newest stage that has made a step
         self.reasons: list[str] = []
@@ -688,6 +691,12 @@ class World:
                 launcher.ports_fail = False
                 self.tell(pod, plan, ReportKind.PORT_TAKEN)
                 return
+            source = plan.restore_from
+            if source is not None and source.away and not self.shares_path:
+                launcher.run = Run(plan, phase=PodStagePhase.FAILED)
+                raised = wire.RaisedError(types=(ELSEWHERE,), text="no trainer sees it")
+                self.tell(pod, plan, ReportKind.FAILED, error=TrainerError(chain=(raised,)))
+                return
             launcher.run = Run(plan, step=self.restored(plan))
             self.tell(pod, plan, ReportKind.STARTED)
             return
@@ -719,6 +728,7 @@ class World:
         *,
         once: object = None,
         reason: str = "",
+        error: TrainerError | None = None,
     ) -> None:
         """Queue a report, once for what it says."""
         launcher = pod.launcher
@@ -746,6 +756,7 @@ class World:
             elastic=self.elastic and loaded,
             joins=self.elastic and launcher.joins,
             reason=reason,
+            error=error,
             code=-9 if kind is ReportKind.FAILED else None,
             rank=None,
             peer_lost=bool(run and run.peer_lost) and kind is ReportKind.FAILED,

@@ -203,6 +203,11 @@ def choose_restore(work: Work) -> RestoreFrom | None:
     )
 
 
+def is_local(path: str) -> bool:
+    """Whether other nodes may see something else, or nothing, at a path of checkpoints."""
+    return bool(path) and "://" not in path
+
+
 def unsaved(job: Job, but: Collection[str] = ()) -> RestoreFrom | None:
     """Return the newest state that pods hold if only memory holds it. None: nothing is to be saved.
 

@@ -27,6 +27,7 @@ from job_server.training.core.accounting import (
 )
 from job_server.training.core.allocation import (
     choose_restore,
+    is_local,
     is_local_on_all_nodes,
     is_superseded,
     lay_out,
@@ -144,7 +145,10 @@ def enter_start(work: Work) -> None:
         member if member.phase in COMPLETED else replace(member, phase=PodStagePhase.READY)
         for member in stage.members
     )
-    restore = choose_restore(work)
+    restore, saved = choose_restore(work), job.ending.saved
+    if restore is not None and saved is not None and is_local(restore.path):
+        nodes = {member.pod.node_id for member in members}
+        restore = replace(restore, away=saved.node_id not in nodes)
     stage = replace(
         stage,
         phase=Order.START,
@@ -239,6 +243,8 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
         close_stage(work, old, "ended")
     update_record(work, stage.stage, outcome="committed", committed_at=work.now, flag=job.next_flag)
     step = job.progress.step if stage.base_step is None else stage.base_step
+    if (saved := job.ending.saved) is not None and saved.alone:  # found: the next start looks again
+        work.set(ending=replace(job.ending, saved=replace(saved, alone=False)))
     work.set(
         retiring=old if stage.overlaps and old is not None and old.over is None else None,
         active=stage,

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from job_server.api.failure_policy import HANG, OOM_KILL, PEER_LOST, FailedProcess
+from job_server.api.failure_policy import (
+    HANG,
+    OOM_KILL,
+    PEER_LOST,
+    FailedProcess,
+    matches_name,
+)
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
     MAX_METRICS,
@@ -54,6 +60,7 @@ from job_server.training.core.moves import (
     fail_preparing,
     failure,
     join_otherwise,
+    neutral,
     reallocate_ports,
     record_snapshot,
     renumber,
@@ -62,6 +69,7 @@ from job_server.training.core.work import Work
 from job_server.training.reports.pace import note_paces
 from job_server.training.reports.pod_exits import kind_of, launcher_exited, leave_slots, slot_events
 
+ELSEWHERE = "pod_runtime.trainer.errors.ElsewhereError"
 MAX_ATTEMPTS = 10  # how often a stage may get new ports
 CURVE_POINTS = 100  # at most, of a job's loss curve
 
@@ -415,7 +423,7 @@ def _ended(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
 
 
 def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
-    if report.attempt < stage.attempt:
+    if report.attempt < stage.attempt or _is_elsewhere(work, stage, member, report):
         return
     job = work.job
     pod_id = member.pod.pod_id
@@ -460,6 +468,25 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     if stage.end_ordered and stage.over is None:
         return  # it was being ended already
     fail_active(work, cause)
+
+
+def _is_elsewhere(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> bool:
+    """Note that a start has not found the state, as only its node sees it. Return whether it is so.
+
+    That is no failure: the next start waits for the node.
+    """
+    ending = work.job.ending
+    away = stage.restore_from is not None and stage.restore_from.away
+    types = () if report.error is None else report.error.chain[0].types
+    if not away or not matches_name((ELSEWHERE,), types):
+        return False
+    if stage is not work.job.preparing:
+        work.move(stage, member.pod.pod_id, PodStagePhase.FAILED)  # another rank has said so before
+        return True
+    if ending.saved is not None:
+        work.set(ending=replace(ending, saved=replace(ending.saved, alone=True)))
+    fail_preparing(work, neutral(work, str(report.error)[:REASON_CHARS]))
+    return True
 
 
 def _note_no_room(work: Work) -> None:

@@ -33,6 +33,7 @@ from job_server.training.core.allocation import (
     find_sites,
     find_sites_on,
     is_in_trainers_only,
+    is_local,
     make_pods,
     why_in_trainers_only,
 )
@@ -77,7 +78,6 @@ from job_server.training.rules.halting import halt
 from job_server.training.rules.share import (
     follow,
     give_way,
-    is_local,
     is_refused,
     patience_deadline,
     split,
@@ -504,7 +504,13 @@ def _begin_start(work: Work) -> None:
     answers = any(view.node.node_id == home for view in nodes)
     # A shared job starts again far more often than one that a user pauses: it waits for its node.
     bound = answers and job.spec.share and source is not None and is_local(source.path)
-    needs_home = source is not None and (source.spare or bound)
+    saved = job.ending.saved
+    is_only_there = saved is not None and (saved.spare or saved.alone)
+    needs_home = source is not None and bool(source.path) and (is_only_there or bound)
+    if needs_home and answers and all(pod.site.node_id != home for pod in stay):
+        for pod in stay[job.target - 1 :]:  # they have looked for the state in vain
+            let_go(work, pod.pod_id)
+        job, stay = work.job, stay[: job.target - 1]
     goes_on = bool(part) or (not home and _goes_on_with(work, len(stay)))
     missing = 0 if goes_on else job.target - len(stay)
     if job.spec.share:
@@ -539,8 +545,11 @@ def _begin_start(work: Work) -> None:
         return
     if source is not None and needs_home and home not in starts_on:
         why = "has no free slots" if answers else "does not answer"
-        text = f"step {source.step} is on node {home}, in {source.path}"
-        work.set(waiting=f"{text}, and that node {why}")
+        text = f"step {source.step} is on node {home}, in {source.path}, and that node {why}"
+        if not answers:
+            resize = f"edl resize {job.spec.job_id} {job.target} --assume_dead"
+            text += f"; `{resize}` goes on without that state"
+        work.set(waiting=text)
         return
     new = make_pods(work, sites, len(stay))
     active = job.active

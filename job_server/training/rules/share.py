@@ -18,6 +18,7 @@ from job_server.training.core.accounting import CLOCK_RUNS
 from job_server.training.core.allocation import (
     able_to_train,
     find_sites_on,
+    is_local,
     make_pods,
     unheard,
     unsaved,
@@ -89,11 +90,6 @@ def home_of(job: Job) -> str:
     if saved is None or not is_local(saved.path) or unsaved(job) is not None:
         return ""
     return saved.node_id
-
-
-def is_local(path: str) -> bool:
-    """Whether other nodes may see something else, or nothing, at a path of checkpoints."""
-    return bool(path) and "://" not in path
 
 
 def count_by_node(node_ids: Iterable[str]) -> dict[str, int]:

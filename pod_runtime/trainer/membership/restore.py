@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import Stamp
-from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.errors import ElsewhereError, StateError
 from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkState
 from pod_runtime.trainer.membership.member import barrier
 from pod_runtime.trainer.membership.state_manager import CarriedState
@@ -215,7 +215,8 @@ class StateRestore:
         only one node sees, when the job was paused.
 
         Raises:
-            StateError: no rank sees what the stage is to begin from, nor any other checkpoint.
+            ElsewhereError: no rank sees what the stage is to begin from, and its node is away.
+            StateError: no rank sees it, nor any other checkpoint.
         """
         wanted = self.wanted
         newest = None if store is None else _newest_of(store)
@@ -240,6 +241,11 @@ class StateRestore:
             return 0, newest
         ids = have[:, :2].tolist()
         best = max(ids)
+        if wanted.away and best < [named_id.stage, named_id.step]:
+            raise ElsewhereError(
+                f"no trainer sees step {named_id.step} of stage {named_id.stage} in {wanted.path}, "
+                f"where another node has written it"
+            )
         if not best[0]:
             raise StateError(
                 f"no trainer sees step {named_id.step} of stage {named_id.stage} in {wanted.path}, "

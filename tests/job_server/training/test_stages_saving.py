@@ -12,6 +12,8 @@ from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase, Report
 from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.core.job import HaltPhase
+from job_server.training.reports.launcher_reports import ELSEWHERE
+from pod_runtime.trainer.errors import ElsewhereError
 from tests.job_server.world import World, node, records, tell, trains, world
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
@@ -23,6 +25,12 @@ def crash(made: World, count: int = 1) -> None:
         made.run_until(JobState.RUNNING)
         made.crash()
         made.round()
+
+
+def saved_step(made: World) -> int:
+    saved = made.job.ending.saved
+    assert saved is not None
+    return saved.step
 
 
 def newest(made: World) -> int:
@@ -160,11 +168,51 @@ def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_t
     made.resume()
     made.rounds(10)
     there = f"step {step} is on node a, in /a/run/checkpoint, and that node "
-    assert made.status.reason == there + "does not answer"
+    assert made.status.reason == (
+        f"{there}does not answer; `edl resize job 1 --assume_dead` goes on without that state"
+    )
     made.reconnect("a")
     trains(made)
     assert records(made)[-1].first_step == step + 1
     assert [pod.node_id for pod in views.running_pods(made.job)] == ["a"]
+
+
+@pytest.mark.parametrize("then", ["back", "dead"])
+def test_a_start_waits_for_the_node_that_wrote_the_state_where_others_do_not_see_it(then):
+    made = trains(world(nodes=2, slots=1, max_pods=1, pods=1))
+    made.shares_path = False
+    made.client_leaves(made.nodes["b"])
+    made.client_leaves(made.nodes["a"])
+    made.rounds(20)
+    step = saved_step(made)
+    made.power_on(made.nodes["b"])  # the first to be there in the morning
+    made.rounds(40)
+    assert made.status.reason.startswith(f"step {step} is on node a, in /shared/checkpoint, and ")
+    assert (made.status.failures, made.status.error) == (0, None)
+    if then == "dead":
+        made.resize(1, assume_dead=True)
+    else:
+        made.power_on(made.nodes["a"])
+    trains(made)
+    if then != "dead":
+        assert (records(made)[-1].first_step or 0) > step
+    home = "b" if then == "dead" else "a"
+    assert [pod.node_id for pod in views.running_pods(made.job)] == [home]
+
+
+def test_a_start_looks_for_the_state_on_other_nodes_as_they_may_share_the_folder():
+    made = trains(world(nodes=2, slots=1, max_pods=1, pods=1))
+    made.client_leaves(made.nodes["b"])
+    made.client_leaves(made.nodes["a"])
+    made.rounds(20)
+    step = saved_step(made)
+    made.power_on(made.nodes["b"])
+    trains(made)
+    assert (records(made)[-1].first_step or 0) > step
+
+
+def test_the_trainers_error_by_which_a_start_waits_has_the_name_that_the_server_knows():
+    assert f"{ElsewhereError.__module__}.{ElsewhereError.__qualname__}" == ELSEWHERE
 
 
 def test_a_pause_that_can_be_written_nowhere_is_called_off_and_the_trainers_go_on():

@@ -116,6 +116,24 @@ def test_a_state_that_no_rank_sees_is_an_error_and_no_fresh_start(tmp_path):
         assert each.startswith("no trainer sees step 12 of stage 3 in ")
 
 
+@pytest.mark.parametrize("in_path", [[], [(2, 5)]], ids=["nothing", "an older checkpoint"])
+def test_a_state_that_only_an_absent_node_sees_is_no_reason_to_begin_from_less(tmp_path, in_path):
+    away = replace(WANTED, path=str(tmp_path / "its"), spare=False, away=True)
+    for each in restored([away, away], store(tmp_path / "mine", *in_path)):
+        assert each == (
+            f"no trainer sees step 12 of stage 3 in {tmp_path / 'its'}, where another node has "
+            f"written it"
+        )
+
+
+@pytest.mark.parametrize("newest", [(3, 12), (3, 13), (4, 2)])
+def test_a_state_of_an_absent_node_is_found_in_a_folder_that_nodes_share(tmp_path, newest):
+    away = replace(WANTED, path=str(tmp_path), spare=False, away=True)
+    (each,) = restored([away], store(tmp_path, (3, 12), newest))
+    assert isinstance(each, Restored), each
+    assert each.came_from == newest
+
+
 def test_a_snapshot_that_cannot_be_read_is_an_error_and_no_fresh_start():
     geometry = make_geometry(1, 64, 64)
     header = SlotHeader(stamp=Stamp(stage=3, step=12), meta_bytes=64, data_bytes=64, digest="d")

@@ -56,6 +56,12 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         if value is not None:
             _check(flag, value)
     package_sh = _file("--package_sh", cwd, args.package_sh)
+    if args.script is not None and args.script.endswith(".py"):
+        call = f'python -m pod_runtime.launch "$(dirname "$0")/{Path(args.script).name}" "$@"'
+        raise SetupError(
+            f"training script: {args.script}: expected a shell script, got a Python program; write "
+            f"a train.sh beside it that says `{call}`. `edl run` takes the program itself"
+        )
     if args.script is not None and package_sh is None:
         _file("training script", cwd, args.script)
     url = _server_url(args.job_server or environ.get("PADDLE_JOBSERVER"))

@@ -284,6 +284,7 @@ LONG = 300 * "x"  # nobody can look at it, as at what is in a folder that this u
         (["--jobs_dir", "missing"], "--jobs_dir: missing: no such folder"),
         (["--jobs_dir", LONG], f"--jobs_dir: {LONG}: File name too long"),
         ([LONG], f"training script: {LONG}: File name too long"),
+        (["a/train.py"], "a train.sh beside it that says `python -m pod_runtime.launch"),
         (["--jobs_dir", ".", "train.sh"], "not both"),
         (["--package_sh", "missing.sh", "train.sh"], "--package_sh: missing.sh: no such file"),
         (["--cpu_slots", "0", "train.sh"], "--cpu_slots: expected 1 to 4096, got 0"),

@@ -176,7 +176,10 @@ def exited(
                 "ended. Most likely it was killed and the script went on; begin that with `set -e`"
             )
         else:
-            text += " before its trainers had started"
+            text += (
+                " before its trainers had started; its script has to call the launcher: "
+                "`python -m pod_runtime.launch SCRIPT`"
+            )
     if reason and not (pod.planned and code == -SIGKILL):
         text += f": {reason}"
     if lines:

@@ -267,6 +267,7 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
     waited_s = work.now - stage.since
     text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'no pod'}"
     if stage.way is Way.START and stage.phase is Order.PREPARE:
+        text += "; a pod is ready once its script has called `python -m pod_runtime.launch SCRIPT`"
         for pod_id in late:
             let_go(work, pod_id)
     if stage.phase is Order.END:

@@ -243,6 +243,11 @@ class Loop:
         self._number = Loop._before.number  # among those of this process
         env = TrainerEnv.read(os.environ)
         self._is_in_job = env.channel is not None
+        if env.pod_id is not None and not self._is_in_job and "EDL_SERVICE" not in os.environ:
+            raise UsageError(
+                "the pod's script has started this program by itself, and each pod would train "
+                "alone; let it call the launcher: `python -m pod_runtime.launch SCRIPT`"
+            )
         if settings.checkpoint is not None:
             self._take_folder(settings.checkpoint)
         values = script_values()

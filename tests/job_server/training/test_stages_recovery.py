@@ -427,6 +427,7 @@ def test_a_pod_that_exits_zero_before_it_had_trainers_has_failed():
     made.client_acts(made.nodes["a"])
     assert made.job.budget.failures == 1
     assert "before its trainers had started" in records(made)[0].outcome
+    assert "has to call the launcher: `python -m pod_runtime.launch SCR" in records(made)[0].outcome
 
 
 @pytest.mark.parametrize(

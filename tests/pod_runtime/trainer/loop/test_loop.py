@@ -66,6 +66,14 @@ def train(loop: elastic.Loop, model: Any, *, stop_at: int | None = None) -> list
     return read
 
 
+def test_a_trainer_that_a_pods_script_starts_without_the_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("EDL_POD_ID", "pod_0_0")
+    with pytest.raises(elastic.UsageError, match="each pod would train alone; let it call the lau"):
+        make()
+    monkeypatch.setenv("EDL_SERVICE", "digits")  # a teacher's pod has none, and may train first
+    make()
+
+
 def test_a_step_reads_the_samples_that_it_names():
     loop, model = make(shards=4)
     read = train(loop, model)

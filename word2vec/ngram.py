@@ -159,18 +159,36 @@ def save_dict_and_embedding(
     word_dict: dict[str, int], embeddings: np.ndarray, folder: str | Path = "."
 ) -> None:
     """Write `word_dict`, lines `word id`, and `embedding_table`, comma separated."""
-    lines = [f"{word} {number}\n" for word, number in word_dict.items()]
-    Path(folder, "word_dict").write_text("".join(lines), encoding="utf-8")
+    save_dict(word_dict, folder)
     np.savetxt(Path(folder, "embedding_table"), embeddings, delimiter=",", newline="\n")
 
 
-def load_dict_and_embedding(folder: str | Path = ".") -> tuple[dict[str, int], np.ndarray]:
-    """Return what `save_dict_and_embedding` wrote."""
+def save_dict(word_dict: dict[str, int], folder: str | Path) -> None:
+    lines = [f"{word} {number}\n" for word, number in word_dict.items()]
+    Path(folder, "word_dict").write_text("".join(lines), encoding="utf-8")
+
+
+def load_dict(folder: str | Path) -> dict[str, int]:
     word_dict = {}
     for line in Path(folder, "word_dict").read_text(encoding="utf-8").splitlines():
         word, number = line.rsplit(" ", 1)
         word_dict[word] = int(number)
-    return word_dict, np.loadtxt(Path(folder, "embedding_table"), delimiter=",", ndmin=2)
+    return word_dict
+
+
+def check_shards(paths: Iterable[str], word_dict: dict[str, int]) -> None:
+    """End the program where the n-grams' ids are those of another dictionary."""
+    for folder in {Path(path).parent for path in paths}:
+        if Path(folder, "word_dict").is_file() and load_dict(folder) != word_dict:
+            raise SystemExit(
+                f"--shards: {folder} was made with another dictionary; call convert.py again with "
+                f"the --data, --plain and --min_word_freq of this training"
+            )
+
+
+def load_dict_and_embedding(folder: str | Path = ".") -> tuple[dict[str, int], np.ndarray]:
+    """Return what `save_dict_and_embedding` wrote."""
+    return load_dict(folder), np.loadtxt(Path(folder, "embedding_table"), delimiter=",", ndmin=2)
 
 
 def neighbours(

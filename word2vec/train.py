@@ -9,6 +9,7 @@ from pathlib import Path
 import paddle
 from ngram import (
     NGramModel,
+    check_shards,
     cost_and_errors,
     embeddings_of,
     make_optimizer,
@@ -38,6 +39,7 @@ def main() -> None:
     output = Path(args.output)
     common = {"epochs": args.passes, "checkpoint": str(output / "checkpoint")}
     if args.shards:  # each record at least once in each pass
+        check_shards(args.shards, word_dict)
         steps = len(train_set) // args.batch_size
         loop = elastic.Loop(
             model,

@@ -10,10 +10,12 @@ import pytest
 from ngram import (
     NGramModel,
     build_dict,
+    check_shards,
     load_dict_and_embedding,
     make_optimizer,
     neighbours,
     ngrams,
+    save_dict,
     save_dict_and_embedding,
     sentences,
 )
@@ -69,6 +71,15 @@ def test_the_files_of_words_and_vectors_are_read_again(tmp_path):
     assert again == words
     np.testing.assert_array_equal(vectors, table)
     assert [name for name, _ in neighbours("the", words, table)] == ["cat", "<unk>"]
+
+
+def test_ngrams_that_were_converted_with_another_dictionary_are_refused(tmp_path):
+    files = [f"{tmp_path}/imikolov-train-*.npy"]
+    check_shards(files, {"the": 0, "<unk>": 1})  # of the version before: nothing is known
+    save_dict({"the": 0, "cat": 1, "<unk>": 2}, tmp_path)
+    check_shards(files, {"the": 0, "cat": 1, "<unk>": 2})
+    with pytest.raises(SystemExit, match="another dictionary; call convert"):
+        check_shards(files, {"the": 0, "<unk>": 1})
 
 
 def test_the_model_is_the_tutorials():

@@ -273,7 +273,9 @@ def main() -> int:
         DistillError,
         elastic.ElasticError,
     ) as error:  # they say what to change
-        print(f"train_with_fleet.py: {error}", file=sys.stderr)
+        # Here `--batch_size` is that of a trainer.
+        text = str(error).replace("continue with batch_size=", "continue with --total_batch_size=")
+        print(f"train_with_fleet.py: {text}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | elastic.UsageError) else 1
     return 0
 

@@ -114,6 +114,7 @@ def test_another_batch_than_that_of_the_checkpoint_is_refused_in_a_line(alone):
     other = train(*SMALL, "--total_batch_size=10", "--checkpoint=ckpt", cwd=folder)
     assert other.returncode == 1
     assert "train_with_fleet.py: batch_size: " in other.stderr
+    assert "continue with --total_batch_size=20, or start afresh" in other.stderr
     assert "Traceback" not in other.stderr
 
 

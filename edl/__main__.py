@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         module, rest = _KUBERNETES, [each for each in rest if each != "--kubernetes"]
     try:
         program = importlib.import_module(module)
+        if verb == "check":
+            importlib.import_module("pod_runtime.trainer.loop.loop")  # else it does so later
     except ModuleNotFoundError as error:
         if not error.name or _package(error.name) in {_package(name) for name, _ in VERBS.values()}:
             raise

@@ -38,6 +38,7 @@ def tables(package: str) -> tuple[dict[str, str], dict[str, str]]:
     ("verb", "missing", "says"),
     [
         ("serve", "aiohttp", "edl serve: aiohttp is not here; pip install 'edl[distill]'"),
+        ("check", "numpy", "edl check: numpy is not here; pip install 'edl[torch]', or 'edl[padd"),
         ("verify", "numpy", "edl verify: numpy is not here; pip install 'edl[torch]', or 'edl[pad"),
     ],
 )

@@ -505,9 +505,7 @@ def _begin_start(work: Work) -> None:
     answers = any(view.node.node_id == home for view in nodes)
     # A shared job starts again far more often than one that a user pauses: it waits for its node.
     bound = answers and job.spec.share and source is not None and is_local(source.path)
-    saved = job.ending.saved
-    is_only_there = saved is not None and (saved.spare or saved.alone)
-    needs_home = source is not None and bool(source.path) and (is_only_there or bound)
+    needs_home = bool(_only_home(job, source)) or bound
     if needs_home and answers and all(pod.site.node_id != home for pod in stay):
         for pod in stay[job.target - 1 :]:  # they have looked for the state in vain
             let_go(work, pod.pod_id)
@@ -636,9 +634,11 @@ def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
 
 
 def _only_home(job: Job, source: RestoreFrom | None) -> str:
-    """Return the node whose run folder alone has the state. "": others can read it, too."""
+    """Return the node that alone can read the state. "": others can, too, or have not looked."""
     saved = job.ending.saved
-    return saved.node_id if source is not None and source.spare and saved is not None else ""
+    if source is None or not source.path or saved is None or not (saved.spare or saved.alone):
+        return ""
+    return saved.node_id
 
 
 def _forget_released(work: Work) -> None:

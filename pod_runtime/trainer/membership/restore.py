@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -200,6 +201,8 @@ class StateRestore:
                 self.wanted.step,
             )
         mine = self.store if self.rank == 0 else None
+        if self.wanted is None:
+            self._check_shared()
         source, read = self._find_on_disk(mine)
         read_state = self._read_while_others_wait(read)
         if mine is not None and source == 0 and read_state is None:
@@ -207,6 +210,31 @@ class StateRestore:
         return self._share(
             read_state, source, from_checkpoint=self.wanted is None or not self.wanted.spare
         )
+
+    def _check_shared(self) -> None:
+        """See that no other node has a newer checkpoint, at this path, than the one that is read.
+
+        Raises:
+            StateError: one has, in a folder of its own.
+        """
+        if self.world_size == 1:
+            return
+        have = np.zeros((self.world_size, 2))
+        if self.store is not None and "://" not in self.store.storage.name:
+            with suppress(OSError):  # of others' folders; rank 0 says it where it reads
+                found = self.store.newest_whole()
+                have[self.rank] = (0, 0) if found is None else (found.stage, found.step)
+        self.group.all_reduce(have.reshape(-1))
+        ids = have.astype(int).tolist()
+        best = max(ids)
+        if self.store is not None and best > ids[0]:
+            mine = f"step {ids[0][1]} of stage {ids[0][0]}" if ids[0][0] else "none"
+            raise StateError(
+                f"checkpoint: of {self.store.storage.name}, rank {ids.index(best)} sees step "
+                f"{best[1]} of stage {best[0]}, and rank 0, which reads for all, {mine}: each node "
+                f"has a folder of its own there. Copy what is newer to rank 0's node, or remove it "
+                f"if it is of another training; a folder that all nodes see needs neither"
+            )
 
     def _find_on_disk(self, store: CheckpointStore | None) -> tuple[int, _Read | None]:
         """Return the rank that reads the newest checkpoint for all, and how, if it is this one.

@@ -31,8 +31,15 @@ def store(path: Path, *states: tuple[int, int]) -> CheckpointStore:
     return made
 
 
-def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Restored | str]:
-    """Return what each rank restores, or the error that it raises; `own`: the path of rank 0."""
+def restored(
+    wanted: list[RestoreFrom] | list[None],
+    own: CheckpointStore | list[CheckpointStore] | None,
+) -> list[Restored | str]:
+    """Return what each rank restores, or the error that it raises.
+
+    Args:
+        own: the script's checkpoints, as all see them, or each rank.
+    """
     group = Group(len(wanted))
 
     def of_rank(rank: int) -> Restored | str:
@@ -45,7 +52,7 @@ def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Res
                 stage=5,
                 wanted=wanted[rank],
                 fds=(),
-                store=own,
+                store=own[rank] if isinstance(own, list) else own,
                 fresh=make_status(),
             ).run()
         except StateError as error:
@@ -132,6 +139,22 @@ def test_a_state_of_an_absent_node_is_found_in_a_folder_that_nodes_share(tmp_pat
     (each,) = restored([away], store(tmp_path, (3, 12), newest))
     assert isinstance(each, Restored), each
     assert each.came_from == newest
+
+
+def test_a_fresh_start_does_not_pass_by_what_another_node_has_at_the_same_path(tmp_path):
+    older, newer = store(tmp_path / "a", (2, 5)), store(tmp_path / "b", (3, 7))
+    for own, mine in (
+        ([older, newer], "step 5 of stage 2"),
+        ([store(tmp_path / "c"), newer], "none"),
+    ):
+        for error in restored([None, None], own):
+            assert isinstance(error, str), error
+            assert "rank 1 sees step 7 of stage 3, and rank 0" in error
+            assert mine in error
+    for own in ([newer, older], [newer, newer]):
+        for found in restored([None, None], own):
+            assert isinstance(found, Restored), found
+            assert found.came_from == (3, 7)
 
 
 def test_a_snapshot_that_cannot_be_read_is_an_error_and_no_fresh_start():

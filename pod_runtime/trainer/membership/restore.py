@@ -65,6 +65,7 @@ class StateRestore:
     carried: CarriedState | None = None  # this rank goes on with the state that it has
     loaded: LoadedAhead | None = None  # None: nothing was loaded ahead
     joins: bool = False  # others go on with the state that they have
+    path: str = ""  # of `store`, which another node may have a folder of its own at
 
     def run(self) -> Restored:
         """Load the state that is wanted, else the newest checkpoint, else rank 0's fresh model.
@@ -220,20 +221,20 @@ class StateRestore:
         if self.world_size == 1:
             return
         have = np.zeros((self.world_size, 2))
-        if self.store is not None and "://" not in self.store.storage.name:
-            with suppress(OSError):  # of others' folders; rank 0 says it where it reads
-                found = self.store.newest_whole()
+        if self.path and "://" not in self.path:
+            with suppress(OSError):  # of rank 0's it is said where that reads
+                found = CheckpointStore(open_storage(self.path)).newest_whole()
                 have[self.rank] = (0, 0) if found is None else (found.stage, found.step)
         self.group.all_reduce(have.reshape(-1))
         ids = have.astype(int).tolist()
         best = max(ids)
-        if self.store is not None and best > ids[0]:
+        if best > ids[0]:
             mine = f"step {ids[0][1]} of stage {ids[0][0]}" if ids[0][0] else "none"
             raise StateError(
-                f"checkpoint: of {self.store.storage.name}, rank {ids.index(best)} sees step "
-                f"{best[1]} of stage {best[0]}, and rank 0, which reads for all, {mine}: each node "
-                f"has a folder of its own there. Copy what is newer to rank 0's node, or remove it "
-                f"if it is of another training; a folder that all nodes see needs neither"
+                f"checkpoint: at {self.path}, rank {ids.index(best)} sees step {best[1]} of stage "
+                f"{best[0]}, and rank 0, which reads for all, {mine}: each node has a folder of "
+                f"its own there. Copy what is newer to rank 0's node, or remove it if it is of "
+                f"another training; a folder that all nodes see needs neither"
             )
 
     def _find_on_disk(self, store: CheckpointStore | None) -> tuple[int, _Read | None]:

@@ -422,6 +422,7 @@ class StageJoiner:
             carried=carried,
             loaded=self._loaded,
             joins=self._joins,
+            path=self._checkpoint or "",
         ).run()
 
     def _wait_for_start(self) -> None:

@@ -33,12 +33,14 @@ def store(path: Path, *states: tuple[int, int]) -> CheckpointStore:
 
 def restored(
     wanted: list[RestoreFrom] | list[None],
-    own: CheckpointStore | list[CheckpointStore] | None,
+    own: CheckpointStore | None,
+    paths: tuple[Path, ...] = (),
 ) -> list[Restored | str]:
     """Return what each rank restores, or the error that it raises.
 
     Args:
-        own: the script's checkpoints, as all see them, or each rank.
+        own: the path of rank 0.
+        paths: what each rank sees at the path of the script's checkpoints.
     """
     group = Group(len(wanted))
 
@@ -52,8 +54,9 @@ def restored(
                 stage=5,
                 wanted=wanted[rank],
                 fds=(),
-                store=own[rank] if isinstance(own, list) else own,
+                store=own if rank == 0 else None,
                 fresh=make_status(),
+                path=str(paths[rank]) if paths else "",
             ).run()
         except StateError as error:
             return str(error)
@@ -142,17 +145,15 @@ def test_a_state_of_an_absent_node_is_found_in_a_folder_that_nodes_share(tmp_pat
 
 
 def test_a_fresh_start_does_not_pass_by_what_another_node_has_at_the_same_path(tmp_path):
-    older, newer = store(tmp_path / "a", (2, 5)), store(tmp_path / "b", (3, 7))
-    for own, mine in (
-        ([older, newer], "step 5 of stage 2"),
-        ([store(tmp_path / "c"), newer], "none"),
-    ):
-        for error in restored([None, None], own):
+    older, newer, none = (tmp_path / name for name in "abc")
+    stores = {older: store(older, (2, 5)), newer: store(newer, (3, 7)), none: store(none)}
+    for first, mine in ((older, "step 5 of stage 2"), (none, "none")):
+        for error in restored([None, None], stores[first], (first, newer)):
             assert isinstance(error, str), error
             assert "rank 1 sees step 7 of stage 3, and rank 0" in error
             assert mine in error
-    for own in ([newer, older], [newer, newer]):
-        for found in restored([None, None], own):
+    for second in (older, newer, none):
+        for found in restored([None, None], stores[newer], (newer, second)):
             assert isinstance(found, Restored), found
             assert found.came_from == (3, 7)
 

@@ -24,13 +24,14 @@ class Reads:
         """
         self._layers, self._tell = layers, tell
         self._has_told = False
-        self._thread = threading.get_ident()
+        self._thread = 0  # that has begun to watch
         self._watched: list[tuple[Any, str, dict[str, Any]]] = []
 
     def begin(self) -> None:
         """Watch until `end`."""
         if self._has_told or self._watched:
             return
+        self._thread = threading.get_ident()
         for layer in self._layers():
             for place in _PLACES:
                 own = vars(layer).get(place)

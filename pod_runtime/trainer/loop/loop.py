@@ -284,7 +284,7 @@ class Loop:
         """Return the steps of this trainer's stage.
 
         Enters the stage first if that has not happened, which may wait for its commit. Another
-        thread of the script waits until this loop's own has done that.
+        thread of the script waits until the one that trains has done that.
 
         Raises:
             UsageError: in a job, the script has made another loop, and has not ended this one.
@@ -410,6 +410,7 @@ class Loop:
         Raises:
             UsageError: an epoch was left before its last step.
         """
+        self._thread = threading.get_ident()  # may be another one than made the loop
         self._warn_of_count("epochs", "epoch.number")
         self._warn_of_carried()
         while self._steps is None or not self._steps.stage.progress.is_finished:

@@ -333,6 +333,17 @@ def test_what_an_epochs_body_reads_of_the_model_is_read_when_the_state_is_there(
     assert reads or text not in new.logs()
 
 
+def test_another_thread_than_the_one_that_made_the_loop_may_train_by_it(launch):
+    job = launch("counting.py", 2)
+    old, new = prepared_beside(job, *out(job, "--made_in_thread", "--reads"), step=8)
+    old.cut()
+    newest = 1, old.drained()
+    new.commit(newest)
+    finish(new)
+    old.end()
+    assert "the script takes tensors of the model" in new.logs()
+
+
 def test_a_thread_of_the_script_may_ask_loop_and_model_while_a_trainer_is_prepared(launch):
     job = launch("counting.py", 2)
     old, new = prepared_beside(job, *out(job, "--watches"))

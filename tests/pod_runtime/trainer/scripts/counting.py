@@ -11,6 +11,8 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,7 @@ parser.add_argument(
 )
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--watches", action="store_true", help="loop and model, in a thread")
+parser.add_argument("--made_in_thread", action="store_true", help="the loop is, not in the main one")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--own_target", action="store_true", help="a frozen one, built unseeded")
 parser.add_argument("--own_features", action="store_true", help="of the script, drawn unseeded")
@@ -148,13 +151,15 @@ if args.own_table:
     model.table = np.random.permutation(40)
 rate = paddle.optimizer.lr.LambdaDecay(1.0, lambda _count: 1.0)
 optimizer = paddle.optimizer.SGD(rate if args.turn else 1.0, parameters=model.parameters())
-loop = elastic.Loop(
+make = partial(
+    elastic.Loop,
     model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
     save_steps=args.save_steps, keep_checkpoints=args.keep,
     snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
     all_reduce=args.all_reduce, promise=args.promise, extra={"tally": tally},
     seed=os.getpid() if args.own_seed else 0, policy=args.policy, drop_last=args.drop_last or None,
 )  # fmt: skip
+loop = ThreadPoolExecutor(1).submit(make).result() if args.made_in_thread else make()
 if args.watches:
 
     def watch() -> None:

@@ -19,13 +19,19 @@ def carried_names(frame: FrameType) -> list[str]:
 
     It reads them before it sets them, or sets them in a branch alone.
 
+    Nothing where the text cannot be read: edited since, or parsed amid Python 3.11's collections.
+
     Args:
         frame: at the `for` of that loop.
     """
     try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
-    except (SyntaxError, ValueError, SystemError):  # edited since; amid Python 3.11's collections
+        return _carried(frame)
+    except Exception:  # noqa: BLE001  a hint ends no training, whatever the script's objects do
         return []
+
+
+def _carried(frame: FrameType) -> list[str]:
+    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     loops = [
         each
         for each in ast.walk(tree)

@@ -54,6 +54,20 @@ def test_what_an_epoch_sets_anew_reads_or_fills_is_not():
     assert found == []
 
 
+class Lazy:
+    @property
+    def dtype(self) -> str:
+        raise RuntimeError("it is not built yet")
+
+
+def test_objects_that_cannot_be_asked_end_no_training():
+    kept = Lazy()
+    for number in epochs():
+        if number:
+            kept = Lazy()
+    assert (type(kept), found) == (Lazy, [])
+
+
 def test_what_follows_from_the_loop_is_not():
     loop = SimpleNamespace(epochs=epochs, step_count=7)
     count = loop.step_count

@@ -111,7 +111,8 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
             None, None, model.network, model._optimizer, getattr(model, "_scaler", None), {}
         )
         self._restore()
-        if self._store.storage.name in _ended_fits:
+        goes_on = self._first_epoch or self._first_step  # else the script has removed its state
+        if goes_on and self._store.storage.name in _ended_fits:
             self._say_second_fit()
         everyone = _list_that_calls()
         if everyone is not None:

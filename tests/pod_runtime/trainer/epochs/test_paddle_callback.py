@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,6 +287,10 @@ def test_a_second_fit_in_one_folder_is_refused_or_told(tmp_path, caplog, same_ne
     assert "own" not in caplog.text
     assert fit("second", 3) == [2]
     assert "count as done (2 of 3); give each fit a path of its own" in caplog.text
+    caplog.clear()
+    shutil.rmtree(tmp_path / "second")
+    assert fit("second", 3) == [0, 1, 2]
+    assert "count as done" not in caplog.text
 
 
 class Stream:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.base_state import (
@@ -213,14 +214,12 @@ class TorchOptimizer:
 
         Of what has the parameter's shape: other parts, as a basis, may follow from rounding.
         """
-        return {
-            f"{KEPT}{name}": sum(
-                fingerprint(each)
-                for each in self._optimizer.state.get(parameter, {}).values()
-                if isinstance(each, torch.Tensor) and each.shape == parameter.shape
-            )
-            for name, parameter in self._parameters()
-        }
+        parameters = dict(self._parameters())
+        found = dict.fromkeys((f"{KEPT}{name}" for name in parameters), 0.0)
+        for name, _kind, value in self._state():
+            if isinstance(value, torch.Tensor) and value.shape == parameters[name].shape:
+                found[f"{KEPT}{name}"] += fingerprint(value)
+        return found
 
     def note_committed(self) -> None:
         """Remember options and schedulers as they are."""
@@ -379,6 +378,7 @@ class TorchOptimizer:
             if _is_nested(value):
                 whole = f"{name}.{kind}"
                 for path, each in flattened(f"optimizer/{whole}", value).items():
+                    _check_is_plain(whole, each)
                     yield f"{whole}{path if path.startswith('/') else f'/{path}'}", each
             else:
                 yield f"{name}.{kind}", value
@@ -387,7 +387,7 @@ class TorchOptimizer:
         """Yield a parameter's name, what it keeps of it, and that.
 
         Raises:
-            StateError: the optimizer calls it by something else than a text.
+            StateError: the optimizer calls it by something else than a text, or it has no memory.
         """
         for name, parameter in self._parameters():
             for kind, value in self._optimizer.state.get(parameter, {}).items():
@@ -396,6 +396,7 @@ class TorchOptimizer:
                         f"optimizer/{name}: its state has the key {kind!r}, and could not be "
                         f"loaded again; use texts as keys"
                     )
+                _check_is_plain(f"{name}.{kind}", value)
                 yield name, kind, value
 
 
@@ -475,6 +476,15 @@ def _numbers_of(optimizer: Any) -> list[str]:
         *(f"{name}={value!r}" for name, value in sorted(optimizer.defaults.items())),
         *(f"group of {len(group['params'])}" for group in optimizer.param_groups),
     ]
+
+
+def _check_is_plain(name: str, value: Any) -> None:
+    """Raises StateError: a tensor has no memory of its own, but is made of others."""
+    if is_traceable_wrapper_subclass(value):
+        raise StateError(
+            f"optimizer/{name}: a {type(value).__name__} is made of other tensors, and cannot be "
+            f"stored; take an optimizer that keeps plain tensors, as those of torch.optim do"
+        )
 
 
 def _is_nested(value: Any) -> bool:

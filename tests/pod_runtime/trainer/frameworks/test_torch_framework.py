@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 from torch.optim import SGD, Optimizer, lr_scheduler  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
 from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
@@ -1024,6 +1025,33 @@ def test_an_optimizer_whose_state_has_other_keys_than_texts_is_refused_before_it
     optimizer.step()
     with pytest.raises(StateError, match=r"optimizer/weight: its state has the key 0.*texts"):
         state.scalars()
+
+
+class Quantized(SGD):
+    """It keeps tensors that are made of others, as torchao's optimizers of 8 bits do."""
+
+    nested = False
+
+    def step(self, closure: Any = None) -> Any:
+        for each in (each for group in self.param_groups for each in group["params"]):
+            made = TwoTensor(torch.ones_like(each), torch.ones_like(each))
+            self.state[each]["exp_avg"] = {"wrapped": [made]} if self.nested else made
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_optimizer_that_keeps_tensors_made_of_others_is_refused_before_it_is_saved(nested):
+    model = nn.Linear(2, 3)
+    optimizer = Quantized(model.parameters(), lr=0.1)
+    optimizer.nested = nested
+    state = torch_framework(model, optimizer, header_size=HEADER).state
+    optimizer.step()
+    text = "optimizer/weight.exp_avg: a TwoTensor is made of other tensors, and cannot be stored"
+    with pytest.raises(StateError, match=text):
+        state.layout()
+    if not nested:
+        with pytest.raises(StateError, match=text):
+            state.fingerprints(of_model=True)
 
 
 def test_hooks_that_an_optimizer_gets_as_the_training_goes_on_are_named():

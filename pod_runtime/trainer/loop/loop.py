@@ -63,6 +63,8 @@ _GRAPH_IS_GONE = re.compile(r"the graph a second time|backward twice for the sam
 # gloo's words where a rank has called what the others have not.
 _WAITED = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation")
 
+_SEE_END_S = 0.5  # how soon a thread that waits for the stage sees that the script has ended
+
 
 class Loop:
     """The training loop of a script, which goes on while trainers come and go.
@@ -296,7 +298,9 @@ class Loop:
                 "Loop([a, b], [optimizer_a, optimizer_b], ...)"
             )
         if self._steps is None and threading.get_ident() != self._thread:
-            self._has_entered.wait()
+            while not self._has_entered.wait(_SEE_END_S):
+                if not threading.main_thread().is_alive():
+                    raise SystemExit  # the script has ended by an error, and waits for its threads
         if self._steps is None:
             self._changes.note()
             with borrowed_numbers(self._framework.data):

@@ -354,9 +354,10 @@ def test_a_thread_of_the_script_may_ask_loop_and_model_while_a_trainer_is_prepar
     assert "the script takes tensors of the model" not in new.logs()
 
 
-def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch):
+@pytest.mark.parametrize("flags", [(), ("--asks",)], ids=["alone", "a thread asks the loop"])
+def test_who_has_drawn_for_another_epoch_before_its_state_came_is_started_again(launch, flags):
     job = launch("counting.py", 2)
-    args = out(job, "--draws")
+    args = out(job, "--draws", *flags)
     old, new = prepared_beside(job, *args, step=8)  # amid the next epoch
     old.cut()
     new.commit((1, old.drained()))

@@ -46,7 +46,8 @@ parser.add_argument(
 )
 parser.add_argument("--reads", action="store_true", help="the model, in an epoch before its steps")
 parser.add_argument("--watches", action="store_true", help="loop and model, in a thread")
-parser.add_argument("--made_in_thread", action="store_true", help="the loop is, not in the main one")
+parser.add_argument("--made_in_thread", action="store_true", help="the loop, in one that ends")
+parser.add_argument("--asks", action="store_true", help="the loop, in a thread that is no daemon")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--own_target", action="store_true", help="a frozen one, built unseeded")
 parser.add_argument("--own_features", action="store_true", help="of the script, drawn unseeded")
@@ -168,6 +169,8 @@ if args.watches:
             time.sleep(0.001)
 
     threading.Thread(target=watch, daemon=True).start()
+if args.asks:
+    threading.Thread(target=lambda: loop.step_count).start()
 RANK = os.environ["PADDLE_TRAINER_ID"]
 noted = (args.out / f"noted.{STAGE}.{RANK}").open("a")  # stays open, and is never flushed
 for epoch in loop.epochs():

@@ -40,7 +40,7 @@ class PaddleGroup:
         self.on_change: Callable[[], None] = _nothing
         self.check_free: Callable[[], None] = _nothing
         self._handle: Any | None = None  # None: Paddle's default one
-        self._sent = 0  # collectives amid a backward pass
+        self._sent = 0  # of `_calls`: amid a backward pass
         self._subgroups: list[
             Any | None
         ] = []  # None: one that this rank is not in, or a world of one
@@ -131,7 +131,7 @@ class PaddleGroup:
 
     def start_reduce(self, tensor: Any) -> Any:
         """Begin to sum a tensor; return a task that can be waited for. On a device."""
-        self._sent += 1
+        self._sent += threading.current_thread() is threading.main_thread()  # else none is counted
         return dist.all_reduce(tensor, group=self._handle, sync_op=False)
 
 

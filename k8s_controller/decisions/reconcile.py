@@ -399,7 +399,8 @@ class _Pass:
         awaited, saved = set[str](), server.job.saved
         if server.job.unreachable:
             awaited |= {pod.node_id for pod in server.job.pods}
-        if server.job.state is JobState.WAITING and saved is not None and saved.spare:
+        waits = server.job.state is JobState.WAITING
+        if waits and saved is not None and (saved.spare or saved.alone):
             awaited.add(saved.node_id)
         silent = {node_id for node_id in awaited if not server.answers(node_id)}
         if silent and silent.isdisjoint(pod.node_id for pod in self.seen.trainers if not pod.over):

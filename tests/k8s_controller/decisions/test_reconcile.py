@@ -501,10 +501,10 @@ def test_a_training_whose_pods_have_all_ended_is_told_so_and_waits_for_none_that
 
 def test_a_state_in_the_folder_of_a_pod_that_is_gone_is_waited_for_no_longer():
     spec, gone = parsed(replicas=1), pod(0)
-    for path, spare in (("/state/pods/p/log/run/checkpoint", True), ("/data/checkpoint", False)):
-        saved = Saved(stage=1, step=175, path=path, node_id=gone.node_id, spare=spare)
-        seen = running(spec, [pod(1)], used=[], state=JobState.WAITING, saved=saved)
-        assert (GiveUpDead(1) in look(spec, seen).steps) == spare
+    saved = Saved(stage=1, step=175, path="/pods/p/log/run/checkpoint", node_id=gone.node_id)
+    for state in (replace(saved, spare=True), replace(saved, alone=True), saved):
+        seen = running(spec, [pod(1)], used=[], state=JobState.WAITING, saved=state)
+        assert (GiveUpDead(1) in look(spec, seen).steps) == (state != saved)
         kept = replace(seen, trainers=(gone, *seen.trainers))
         assert GiveUpDead(1) not in look(spec, kept).steps, "it may come back"
 

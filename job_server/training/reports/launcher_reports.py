@@ -480,12 +480,16 @@ def _is_elsewhere(work: Work, stage: JobStage, member: StagePod, report: PodRepo
     types = () if report.error is None else report.error.chain[0].types
     if not away or not matches_name((ELSEWHERE,), types):
         return False
-    if stage is not work.job.preparing:
-        work.move(stage, member.pod.pod_id, PodStagePhase.FAILED)  # another rank has said so before
-        return True
     if ending.saved is not None:
         work.set(ending=replace(ending, saved=replace(ending.saved, alone=True)))
-    fail_preparing(work, neutral(work, str(report.error)[:REASON_CHARS]))
+    cause = neutral(work, str(report.error)[:REASON_CHARS])
+    if stage is work.job.preparing:
+        fail_preparing(work, cause)
+        return True
+    # Another rank has said so before, or that it has lost this one.
+    work.move(stage, member.pod.pod_id, PodStagePhase.FAILED)
+    if stage is work.job.active:
+        fail_active(work, cause)
     return True
 
 

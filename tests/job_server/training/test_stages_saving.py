@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase, ReportKind
+from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase, ReportKind, StagePlan
 from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.core.job import HaltPhase
 from job_server.training.reports.launcher_reports import ELSEWHERE
 from pod_runtime.trainer.errors import ElsewhereError
-from tests.job_server.world import World, node, records, tell, trains, world
+from tests.job_server.world import SimPod, World, node, records, tell, trains, world
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 
@@ -198,6 +198,32 @@ def test_a_start_waits_for_the_node_that_wrote_the_state_where_others_do_not_see
         assert (records(made)[-1].first_step or 0) > step
     home = "b" if then == "dead" else "a"
     assert [pod.node_id for pod in views.running_pods(made.job)] == [home]
+
+
+def test_a_start_waits_for_the_state_where_the_trainers_that_lost_a_peer_by_it_are_heard_first():
+    made = trains(world(nodes=3, slots=1, min_pods=2, max_pods=2, pods=2))
+    made.shares_path = False
+    for name in "cba":
+        made.client_leaves(made.nodes[name])
+    made.rounds(20)
+    step = saved_step(made)
+    say, starts = made.tell, set[int]()
+
+    def tell_of_peer_first(pod: SimPod, plan: StagePlan, kind: ReportKind, **more: Any) -> None:
+        if "error" not in more:
+            say(pod, plan, kind, **more)
+        elif plan.stage not in starts:
+            starts.add(plan.stage)
+            victim, culprit = (each.pod_id for each in plan.pods)
+            tell(made, victim, kind, plan.stage, code=75, peer_lost=True)
+            tell(made, culprit, kind, plan.stage, code=1, **more)
+
+    made.tell = tell_of_peer_first  # type: ignore[method-assign]
+    made.power_on(made.nodes["b"])
+    made.power_on(made.nodes["c"])
+    made.rounds(40)
+    assert len(starts) == 1, made.reasons[-10:]
+    assert made.status.reason.startswith(f"step {step} is on node a, in /shared/checkpoint, and ")
 
 
 def test_a_start_looks_for_the_state_on_other_nodes_as_they_may_share_the_folder():

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan
+from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.state import own_pod
@@ -137,7 +137,10 @@ class NodeSegments:
                 unfit = [fd for fd in found if not _has(fd, source)]
                 found = tuple(fd for fd in found if fd not in unfit)
                 close_all(unfit)
-        if silent and not found and plan.order is Order.START and not self._is_elsewhere(plan):
+        # What all nodes have, trainers may have loaded ahead; else they say that it is lost.
+        replaces = plan.way is Way.REPLACE and not source.local_on_all_nodes
+        needs_it = plan.order is Order.START or replaces
+        if silent and not found and needs_it and not self._is_elsewhere(plan):
             raise ShimError(
                 f"the shim of {silent}, which has the state of step {source.step} in memory, does "
                 f"not answer: it is stopped, or this node is too busy"

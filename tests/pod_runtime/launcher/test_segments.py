@@ -175,6 +175,11 @@ def test_a_start_fails_where_the_shim_that_has_the_state_gives_no_answer(pods, m
     monkeypatch.setattr(segments, "request", gives_no_answer)
     with pytest.raises(ShimError, match="has the state of step 7 in memory, does not answer"):
         pods[0].for_restore(plan)
+    takes_over = dataclasses.replace(plan, order=Order.GO, way=Way.REPLACE)  # as a standby does
+    with pytest.raises(ShimError, match="has the state of step 7 in memory, does not answer"):
+        pods[0].for_restore(takes_over)
+    stays = dataclasses.replace(takes_over, way=Way.JOIN)
+    assert pods[0].for_restore(stays) == (), "those that stay have it"
     away = dataclasses.replace(PLAN.pods[1], node_id="another")
     of_others = dataclasses.replace(plan, pods=(PLAN.pods[0], away, PLAN.pods[2]))
     assert pods[0].for_restore(of_others) == (), "another node sends it"

@@ -477,8 +477,8 @@ def _is_elsewhere(work: Work, stage: JobStage, member: StagePod, report: PodRepo
     """
     ending = work.job.ending
     away = stage.restore_from is not None and stage.restore_from.away
-    types = () if report.error is None else report.error.chain[0].types
-    if not away or not matches_name((ELSEWHERE,), types):
+    chain = () if report.error is None else report.error.chain  # a script may raise its own from it
+    if not away or not any(matches_name((ELSEWHERE,), each.types) for each in chain):
         return False
     if ending.saved is not None:
         work.set(ending=replace(ending, saved=replace(ending.saved, alone=True)))

@@ -226,6 +226,25 @@ def test_a_start_waits_for_the_state_where_the_trainers_that_lost_a_peer_by_it_a
     assert made.status.reason.startswith(f"step {step} is on node a, in /shared/checkpoint, and ")
 
 
+def test_a_start_waits_for_the_state_where_the_script_raises_an_error_of_its_own_from_that():
+    made = trains(world(nodes=2, slots=1, max_pods=1, pods=1))
+    made.shares_path = False
+    made.client_leaves(made.nodes["b"])
+    made.client_leaves(made.nodes["a"])
+    made.rounds(20)
+    own, say = wire.RaisedError(types=("RuntimeError", "Exception"), text="main failed"), made.tell
+
+    def tell_of_both(*args: Any, error: wire.TrainerError | None = None, **more: Any) -> None:
+        chain = () if error is None else (own, *error.chain)
+        say(*args, error=wire.TrainerError(chain=chain) if chain else None, **more)
+
+    made.tell = tell_of_both  # type: ignore[method-assign]
+    made.power_on(made.nodes["b"])
+    made.rounds(40)
+    assert made.status.reason.startswith("step ")
+    assert made.status.failures == 0
+
+
 def test_a_start_looks_for_the_state_on_other_nodes_as_they_may_share_the_folder():
     made = trains(world(nodes=2, slots=1, max_pods=1, pods=1))
     made.client_leaves(made.nodes["b"])

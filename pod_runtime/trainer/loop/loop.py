@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from pod_runtime.activity import Doing
 from pod_runtime.channel_wire import Done
 from pod_runtime.env import TrainerEnv
+from pod_runtime.shim_wire import CLAIM
 from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.sampling import SampledOrders
 from pod_runtime.trainer.data.source import make_source
@@ -245,7 +247,8 @@ class Loop:
         self._number = Loop._before.number  # among those of this process
         env = TrainerEnv.read(os.environ)
         self._is_in_job = env.channel is not None
-        if env.pod_id is not None and not self._is_in_job and "EDL_SERVICE" not in os.environ:
+        is_alone = env.pod_id is not None and not self._is_in_job
+        if is_alone and "EDL_SERVICE" not in os.environ and not _is_trained(env.pod_dir):
             raise UsageError(
                 "the pod's script has started this program by itself, and each pod would train "
                 "alone; let it call the launcher: `python -m pod_runtime.launch SCRIPT`"
@@ -966,6 +969,14 @@ class Loop:
         self._entered().stage.member.end_after_peer_lost(
             error, state_is_committed=step is None or not step.is_updated
         )
+
+
+def _is_trained(pod_dir: Path | None) -> bool:
+    """Whether a pod's launcher has ended with a complete training: its script has other lines."""
+    try:
+        return pod_dir is not None and (pod_dir / CLAIM).stat().st_size > 0
+    except OSError:  # no launcher has been there
+        return False
 
 
 def _line_of(frame: FrameType) -> tuple[str, int, str]:

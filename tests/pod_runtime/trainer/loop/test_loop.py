@@ -20,6 +20,7 @@ from paddle import nn
 from paddle.io import DataLoader, Dataset
 
 from pod_runtime import elastic
+from pod_runtime.shim_wire import CLAIM
 from pod_runtime.trainer.data.step import EpochPosition
 from pod_runtime.trainer.data.streams import borrowed_numbers
 from pod_runtime.trainer.frameworks.paddle.data import PaddleData
@@ -71,6 +72,16 @@ def test_a_trainer_that_a_pods_script_starts_without_the_launcher_is_refused(mon
     with pytest.raises(elastic.UsageError, match="each pod would train alone; let it call the lau"):
         make()
     monkeypatch.setenv("EDL_SERVICE", "digits")  # a teacher's pod has none, and may train first
+    make()
+
+
+def test_a_loop_in_what_a_pods_script_does_after_its_training_is_not_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("EDL_POD_ID", "pod_0_0")
+    monkeypatch.setenv("EDL_POD_DIR", str(tmp_path))
+    (tmp_path / CLAIM).touch()
+    with pytest.raises(elastic.UsageError, match="each pod would train alone"):
+        make()
+    (tmp_path / CLAIM).write_text("complete\n")  # as the launcher leaves it
     make()
 
 

@@ -18,6 +18,8 @@ from tests.support import ROOT
 # Programs of a verb that have a parser of their own.
 MORE = (("top", "--kubernetes"), ("simulate", "--nodes", "4x8"))
 
+TRAIN_SH = "examples/digits/train.sh"  # for a client in ROOT
+
 # Fields of a job that a training on one machine, by one command, has no use for.
 NOT_OF_ONE_MACHINE = {
     "kind", "service", "demand_timeout_s", "demand_interval_s",  # teachers
@@ -96,8 +98,8 @@ def test_a_command_in_a_document_takes_the_flags_that_are_shown_with_it(parsers)
     [
         ("--log_dir", lambda path: runs.read_config([f"--log_dir={path}", __file__], {})),
         ("--db", lambda path: servers.read_config([f"--db={path}"], {})),
-        ("--log_dir", lambda path: clients.parse_args([f"--log_dir={path}", __file__], {}, ROOT)),
-        ("--pod_path", lambda path: clients.parse_args([f"--pod_path={path}", __file__], {}, ROOT)),
+        ("--log_dir", lambda path: clients.parse_args([f"--log_dir={path}", TRAIN_SH], {}, ROOT)),
+        ("--pod_path", lambda path: clients.parse_args([f"--pod_path={path}", TRAIN_SH], {}, ROOT)),
     ],
 )
 def test_a_folder_that_no_program_could_tell_another_of_is_refused(

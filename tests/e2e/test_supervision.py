@@ -3,7 +3,6 @@
 Where no state is handed on, the trainers are toys, which start in no time.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from job_server.api.wire import JobState, JobStatus, Way
 from tests.e2e.folders import Folders
 from tests.e2e.proof import check_counts
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, small_disk, wait_until
 
 
 def slots_of(status: JobStatus) -> list[int]:
@@ -44,22 +43,17 @@ def test_a_straggler_is_said_and_its_pod_moves_to_a_free_slot_if_the_job_wants_t
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "64m") as folder:
+        yield folder
 
 
 def test_a_node_whose_disk_is_nearly_full_says_so_and_gets_no_new_pods(
-    tmp_path: Path, small_disk: Path
+    tmp_path: Path, full_disk: Path
 ) -> None:
     cluster = Folders(tmp_path / "c")
-    (cluster.folder / "pods").symlink_to(small_disk)
-    filler = small_disk / "filler"
+    (cluster.folder / "pods").symlink_to(full_disk)
+    filler = full_disk / "filler"
     try:
         cluster.start_server()
         cluster.start_client()

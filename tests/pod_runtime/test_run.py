@@ -25,7 +25,7 @@ from pod_runtime.shim_wire import lock_folder
 from tests import stranger
 from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
-from tests.support import ROOT, free_port, wait_until
+from tests.support import ROOT, free_port, small_disk, wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))
 MARK = "EDL_TEST_RUN"
@@ -343,21 +343,16 @@ def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path) -> Iterator[Path]:
     """The folder of runs."""
-    folder = tmp_path / "edl_run"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(tmp_path / "edl_run", "6m") as folder:
+        yield folder
 
 
-def test_a_run_on_a_full_disk_that_gets_sigterm_has_its_state_written_at_once(small_disk, run):
+def test_a_run_on_a_full_disk_that_gets_sigterm_has_its_state_written_at_once(full_disk, run):
     job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
     wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
-    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", 0) as filler:
+    with contextlib.suppress(OSError), (full_disk / "filler").open("wb", 0) as filler:
         while True:
             filler.write(bytes(4096))
     job.process.send_signal(signal.SIGTERM)

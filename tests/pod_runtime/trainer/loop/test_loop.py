@@ -31,7 +31,7 @@ from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.pod_runtime.trainer.states import finish_writing, this_stage
-from tests.support import code_blocks
+from tests.support import code_blocks, small_disk
 
 DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
 
@@ -269,17 +269,11 @@ def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, c
     assert verify([str(path)]) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
 def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
     tmp_path, caplog, capsys, monkeypatch
 ):
     monkeypatch.setattr("pod_runtime.trainer.membership.member.RETRY_S", 0.01)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         monkeypatch.setenv("EDL_RUN_DIR", str(disk / "run"))
         loop, model = make(checkpoint=disk / "ckpt", save_steps=3, epochs=40)
         for epoch in loop.epochs():
@@ -301,8 +295,6 @@ def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
         for folder in ("run", "ckpt"):
             assert verify([str(disk / folder)]) == 0
         assert capsys.readouterr().out.count("epochs 0-39: each of 20 samples") == 2
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a failed test has files open
 
 
 def fill(path: Path) -> None:

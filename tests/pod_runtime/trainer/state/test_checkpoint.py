@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import stat
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pod_runtime.trainer.state.host_state import HostState, SaveTarget
 from pod_runtime.trainer.state.last_save import write_host_state
 from pod_runtime.trainer.state.storage import Storage, open_storage
 from tests.pod_runtime.trainer.states import make_host_state
-from tests.support import nothing_writable, wait_until
+from tests.support import nothing_writable, small_disk, wait_until
 
 
 def fill_of(store: CheckpointStore) -> float:
@@ -330,23 +329,17 @@ def test_a_checkpoint_that_fails_does_not_cost_those_before(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+def full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as folder:
+        yield folder
 
 
-def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_disk, caplog):
-    store = CheckpointStore(open_storage(small_disk / "ckpt"))
+def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(full_disk, caplog):
+    store = CheckpointStore(open_storage(full_disk / "ckpt"))
     writer = CheckpointWriter(store)
     before = writer.trouble
     assert before is None
-    ballast = small_disk / "ballast"
+    ballast = full_disk / "ballast"
     with ballast.open("wb") as file:
         file.write(bytes(60 << 10))
     writer.start(make_host_state(step=1))

@@ -89,9 +89,7 @@ class ReadFrom:
     stop_shard: int  # not included
     micro_batch: int  # samples of a full shard
     shard_samples: tuple[int, ...] = ()  # of each of these, in a full batch
-    kept: KeptSteps = field(
-        default_factory=KeptSteps
-    )  # steps that no crash of a trainer takes back
+    kept: KeptSteps = field(default_factory=KeptSteps)  # steps that no crash takes back
 
 
 class ShardOrder:

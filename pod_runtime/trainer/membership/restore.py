@@ -60,7 +60,7 @@ class StateRestore:
     # checkpoint of `store`, or a fresh start.
     wanted: RestoreFrom | None
     fds: tuple[int, ...]  # segments that this rank was given
-    store: CheckpointStore | None  # where checkpoints are; only rank 0 looks
+    store: CheckpointStore | None  # where checkpoints are; None on other ranks than 0
     fresh: LoopStatus
     carried: CarriedState | None = None  # this rank goes on with the state that it has
     loaded: LoadedAhead | None = None  # None: nothing was loaded ahead
@@ -157,7 +157,7 @@ class StateRestore:
         if wanted is None or wanted.stage >= self.stage - 1 or self.joins:
             return None, False
         known = (wanted.stage, wanted.step if newest is None else newest.step)
-        store = self.store if self.rank == 0 else None
+        store = self.store
         found = None if store is None else store.newest_whole()
         read = None
         if store is not None and found is not None and (found.stage, found.step) > known:
@@ -201,13 +201,12 @@ class StateRestore:
                 self.wanted.stage,
                 self.wanted.step,
             )
-        mine = self.store if self.rank == 0 else None
         if self.wanted is None:
             self._check_shared()
-        source, read = self._find_on_disk(mine)
+        source, read = self._find_on_disk()
         read_state = self._read_while_others_wait(read)
-        if mine is not None and source == 0 and read_state is None:
-            mine.check_writable()  # now nothing is lost; later, training goes on without
+        if self.store is not None and source == 0 and read_state is None:
+            self.store.check_writable()  # now nothing is lost; later, training goes on without
         return self._share(
             read_state, source, from_checkpoint=self.wanted is None or not self.wanted.spare
         )
@@ -237,7 +236,7 @@ class StateRestore:
                 f"another training; a folder that all nodes see needs neither"
             )
 
-    def _find_on_disk(self, store: CheckpointStore | None) -> tuple[int, _Read | None]:
+    def _find_on_disk(self) -> tuple[int, _Read | None]:
         """Return the rank that reads the newest checkpoint for all, and how, if it is this one.
 
         That is rank 0, which knows the script's path, unless the state was written to a folder that
@@ -247,7 +246,7 @@ class StateRestore:
             ElsewhereError: no rank sees what the stage is to begin from, and its node is away.
             StateError: no rank sees it, nor any other checkpoint.
         """
-        wanted = self.wanted
+        wanted, store = self.wanted, self.store
         newest = None if store is None else _newest_of(store)
         if wanted is None or not wanted.path:
             return 0, newest

@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,23 +93,6 @@ def nothing_writable() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (low, high))
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Make a folder with a file system of its own, of so much room (`6m`), which can be full.
-
-    Skips the test where none can be mounted, as root alone may.
-    """
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield folder
-    finally:
-        # Lazily: a test that has failed has files open.
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def require(module: str, reason: str) -> None:

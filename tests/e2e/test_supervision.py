@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobState, JobStatus, Way
+from tests.disks import small_disk
 from tests.e2e.folders import Folders
 from tests.e2e.proof import check_counts
-from tests.support import ROOT, small_disk, wait_until
+from tests.support import ROOT, wait_until
 
 
 def slots_of(status: JobStatus) -> list[int]:

@@ -23,9 +23,10 @@ from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
 from pod_runtime.shim_wire import lock_folder
 from tests import stranger
+from tests.disks import small_disk
 from tests.job_client.test_saving import hold, places
 from tests.job_server.world import trains, world
-from tests.support import ROOT, free_port, small_disk, wait_until
+from tests.support import ROOT, free_port, wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))
 MARK = "EDL_TEST_RUN"

@@ -29,9 +29,10 @@ from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
+from tests.disks import small_disk
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.pod_runtime.trainer.states import finish_writing, this_stage
-from tests.support import code_blocks, small_disk
+from tests.support import code_blocks
 
 DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
 

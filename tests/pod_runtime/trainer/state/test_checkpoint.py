@@ -25,8 +25,9 @@ from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.host_state import HostState, SaveTarget
 from pod_runtime.trainer.state.last_save import write_host_state
 from pod_runtime.trainer.state.storage import Storage, open_storage
+from tests.disks import small_disk
 from tests.pod_runtime.trainer.states import make_host_state
-from tests.support import nothing_writable, small_disk, wait_until
+from tests.support import nothing_writable, wait_until
 
 
 def fill_of(store: CheckpointStore) -> float:
